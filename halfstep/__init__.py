@@ -1,0 +1,46 @@
+"""Mixed-precision training for JAX: cast, scale, differentiate, update or skip."""
+
+from halfstep._cast import (
+    cast_function as cast_function,
+    cast_to_bfloat16 as cast_to_bfloat16,
+    cast_to_float16 as cast_to_float16,
+    cast_to_float32 as cast_to_float32,
+    cast_to_full_precision as cast_to_full_precision,
+    cast_to_half_precision as cast_to_half_precision,
+    cast_tree as cast_tree,
+    force_full_precision as force_full_precision,
+)
+from halfstep._formats import (
+    FORMATS as FORMATS,
+    Format as Format,
+    half_dtype as half_dtype,
+    half_precision as half_precision,
+)
+from halfstep._gate import (
+    select_tree as select_tree,
+    transaction as transaction,
+)
+from halfstep._grad import (
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+)
+from halfstep._ledger import (
+    Ledger as Ledger,
+    SkipLimitError as SkipLimitError,
+)
+from halfstep._policy import Policy as Policy
+from halfstep._scaling import (
+    AbstractLossScaling as AbstractLossScaling,
+    DynamicLossScaling as DynamicLossScaling,
+    NoLossScaling as NoLossScaling,
+    StaticLossScaling as StaticLossScaling,
+)
+from halfstep._update import (
+    apply_gradients as apply_gradients,
+    optimizer_update as optimizer_update,
+)
+from halfstep._verdict import (
+    Verdict as Verdict,
+    all_finite as all_finite,
+)
+from halfstep._version import __version__ as __version__

@@ -1,0 +1,297 @@
+"""Casting pytrees, and functions by casting what goes in and what comes out."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from halfstep._arguments import Arguments
+from halfstep._formats import DTypeLike, half_dtype, parse_dtype, widest
+from halfstep._paths import match_rules
+from halfstep._state import MarkedLeaf, marked_leaves
+
+T = TypeVar("T")
+
+_CASTABLE = frozenset(map(np.dtype, (jnp.bfloat16, np.float16, np.float32)))
+_FLOAT64 = np.dtype(np.float64)
+
+
+def _x64() -> bool:
+    return jax.dtypes.canonicalize_dtype(_FLOAT64) == _FLOAT64
+
+
+def is_castable(leaf: Any, *, float64: bool = False) -> bool:
+    """Whether a cast applies to `leaf`: an array of 16- or 32-bit floats.
+
+    Integers, booleans, PRNG keys, complex numbers, 8-bit floats (meaningless without their scale),
+    Python scalars and everything that is no array are left alone. float64 counts if asked for, or
+    where JAX would itself make float32 of it because x64 is off.
+    """
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return False
+    dtype = leaf.dtype
+    if dtype == _FLOAT64:
+        return float64 or not _x64()
+    return dtype in _CASTABLE
+
+
+def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    if isinstance(leaf, np.ndarray | np.generic):
+        with np.errstate(over="ignore"):  # Overflow to infinity is what the format does.
+            return leaf.astype(dtype)
+    return jax.lax.convert_element_type(leaf, dtype)
+
+
+def _check_target(dtype: DTypeLike) -> np.dtype:
+    resolved = parse_dtype(dtype)
+    if resolved == _FLOAT64 and not _x64():
+        raise ValueError(
+            "casting to float64 needs 64-bit types, which are off: "
+            'call jax.config.update("jax_enable_x64", True) before any JAX computation.'
+        )
+    return resolved
+
+
+def _cast_leaves(
+    leaves: Sequence[MarkedLeaf], kept: Sequence[bool], dtype: np.dtype, float64: bool
+) -> list[Any]:
+    # Parameters tied by identity stay tied: one cast for each distinct array.
+    done: dict[int, Any] = {}
+    out: list[Any] = []
+    for (_, leaf, _), keep in zip(leaves, kept, strict=True):
+        if not keep and is_castable(leaf, float64=float64 or dtype == _FLOAT64):
+            if id(leaf) not in done:
+                done[id(leaf)] = _cast_leaf(leaf, dtype)
+            leaf = done[id(leaf)]
+        out.append(leaf)
+    return out
+
+
+def cast_tree(tree: T, dtype: DTypeLike, *, keep: Sequence[str] = (), float64: bool = False) -> T:
+    """Cast the floating-point array leaves of a pytree.
+
+    Integers, booleans, PRNG keys, complex arrays, strings, functions and every other leaf pass
+    untouched. NumPy arrays stay NumPy arrays, `ShapeDtypeStruct`s stay abstract, leaves that are
+    one array stay one array.
+
+    Args:
+        tree: Any pytree.
+        dtype: Where to: a dtype or a name such as `"bf16"`.
+        keep: Rules for paths below `tree` that are left alone, as in `"**/running_var"`.
+        float64: Whether float64 leaves are cast too (with x64 on; without it there are none).
+
+    Returns:
+        The tree with its leaves cast.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        tree = {"w": jnp.ones((2, 2)), "ids": jnp.arange(3), "key": jax.random.key(0)}
+        cast = halfstep.cast_tree(tree, "bf16")
+        assert cast["w"].dtype == jnp.bfloat16
+        assert cast["ids"].dtype == jnp.int32
+        ```
+    """
+    target = _check_target(dtype)
+    leaves = marked_leaves(tree)
+    kept = match_rules(keep, [leaf.path for leaf in leaves])
+    return jtu.tree_unflatten(jtu.tree_structure(tree), _cast_leaves(leaves, kept, target, float64))
+
+
+def cast_to_half_precision(tree: T, dtype: DTypeLike | None = None) -> T:
+    """Cast to half precision: `dtype`, or what the `half_precision` context says, or bfloat16."""
+    return cast_tree(tree, half_dtype() if dtype is None else dtype)
+
+
+def cast_to_full_precision(tree: T) -> T:
+    """Cast to float32."""
+    return cast_tree(tree, jnp.float32)
+
+
+def cast_to_float16(tree: T) -> T:
+    """Cast to float16."""
+    return cast_tree(tree, jnp.float16)
+
+
+def cast_to_bfloat16(tree: T) -> T:
+    """Cast to bfloat16."""
+    return cast_tree(tree, jnp.bfloat16)
+
+
+def cast_to_float32(tree: T) -> T:
+    """Cast to float32."""
+    return cast_tree(tree, jnp.float32)
+
+
+def cast_arguments(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: DTypeLike,
+    *,
+    keep: Sequence[str] = (),
+    float64: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast one call's arguments, leaving persistent state and what `keep` selects alone."""
+    target = _check_target(dtype)
+    call = Arguments(func, args, kwargs)
+    selected = call.select(keep)
+    kept = [leaf.is_state or chosen for leaf, chosen in zip(call.leaves, selected, strict=True)]
+    return call.rebuild(_cast_leaves(call.leaves, kept, target, float64))
+
+
+def _cast_result(result: T, dtype: DTypeLike) -> T:
+    leaves = marked_leaves(result)
+    cast = _cast_leaves(leaves, [leaf.is_state for leaf in leaves], _check_target(dtype), False)
+    return jtu.tree_unflatten(jtu.tree_structure(result), cast)
+
+
+def cast_function(
+    func: Callable[..., T],
+    dtype: DTypeLike,
+    return_dtype: DTypeLike | None = None,
+    *,
+    keep: Sequence[str] = (),
+) -> Callable[..., T]:
+    """Cast what goes into a function, and what comes out of it.
+
+    Persistent state (`eqx.nn.State`, NNX variables that are not parameters, `batch_stats` ...)
+    keeps its dtype on both ways.
+
+    Args:
+        func: Any function of pytrees.
+        dtype: What the floating-point arguments are cast to.
+        return_dtype: What the floating-point results are cast to; `None` leaves them as they come.
+        keep: Rules for arguments that are left alone. Paths begin with the function's own
+            parameter names: `("batch/targets", "**/running_var")`.
+
+    Returns:
+        A function of the same arguments.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def matmul(a, b):
+            return a @ b
+
+
+        fast = halfstep.cast_function(matmul, "bf16", return_dtype="f32")
+        assert fast(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype == jnp.float32
+        ```
+    """
+    _check_target(dtype)
+    if return_dtype is not None:
+        _check_target(return_dtype)
+
+    @functools.wraps(func)
+    def cast(*args: Any, **kwargs: Any) -> T:
+        args, kwargs = cast_arguments(func, args, kwargs, dtype, keep=keep)
+        result = func(*args, **kwargs)
+        return result if return_dtype is None else _cast_result(result, return_dtype)
+
+    return cast
+
+
+def _full_precision_call(
+    func: Callable[..., T], return_dtype: DTypeLike | None, args: Sequence[Any], kwargs: Mapping
+) -> T:
+    if return_dtype is None:
+        # Back to what came in, so that the surroundings never see another dtype.
+        given = Arguments(func, args, kwargs).leaves
+        dtypes = {x.leaf.dtype for x in given if is_castable(x.leaf) and not x.is_state}
+        if dtypes:
+            return_dtype = widest(dtypes)
+    call = cast_function(func, jnp.float32, return_dtype)
+    return call(*args, **kwargs)
+
+
+class _FullPrecisionModule(eqx.Module):
+    """A module that runs in float32, its own parameters included; still a pytree of them."""
+
+    module: Any
+    return_dtype: np.dtype | None = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def run(module: Callable, *args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        # The module is an argument here, so that its parameters are cast as well.
+        return _full_precision_call(run, self.return_dtype, (self.module, *args), kwargs)
+
+
+@overload
+def force_full_precision(
+    func: Callable[..., T], return_dtype: DTypeLike | None = None
+) -> Callable[..., T]: ...
+
+
+@overload
+def force_full_precision(
+    func: None = None, return_dtype: DTypeLike | None = None
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+
+
+def force_full_precision(func: Any = None, return_dtype: DTypeLike | None = None) -> Any:
+    """Run a function or an Equinox module in float32, wherever it is called.
+
+    For what must not run in 16 bits: softmax, norms, sums, losses. The arguments are cast to
+    float32 and any pytree that comes back is cast to `return_dtype`.
+
+    Args:
+        func: The function or module. Without it a decorator is returned.
+        return_dtype: What the results are cast to; `None` means the dtype the arguments had, so
+            a float16 model stays float16 around it.
+
+    Returns:
+        The function; for an Equinox module, a module (and so a pytree with the same leaves).
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        @halfstep.force_full_precision
+        def softmax(x):
+            assert x.dtype == jnp.float32
+            return jax.nn.softmax(x)
+
+
+        assert softmax(jnp.ones(3, jnp.float16)).dtype == jnp.float16
+
+        mean = halfstep.force_full_precision(jnp.mean, return_dtype="f32")
+        assert mean(jnp.full(4096, 60000.0, jnp.float16)) == 60000
+        ```
+    """
+    target = None if return_dtype is None else _check_target(return_dtype)
+    if func is None:
+        return functools.partial(force_full_precision, return_dtype=return_dtype)
+    if not callable(func):
+        raise TypeError(
+            f"force_full_precision takes a function or a module, got {type(func).__name__}. "
+            "Give the return dtype by name: @force_full_precision(return_dtype=...)."
+        )
+    if isinstance(func, eqx.Module):
+        return _FullPrecisionModule(func, target)
+
+    @functools.wraps(func)
+    def full(*args: Any, **kwargs: Any) -> Any:
+        return _full_precision_call(func, target, args, kwargs)
+
+    return full

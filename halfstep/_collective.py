@@ -1,0 +1,100 @@
+"""Agreement between shards: one verdict and one sum over named mesh axes, inside `shard_map`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array
+
+from halfstep._formats import at_least_float32, widest
+
+T = TypeVar("T")
+
+Reduction = Literal["sum", "mean"]
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The mesh axes over which a value differs between shards, where `shard_map` tracks it.
+
+    JAX 0.8 and 0.9 call the type's attribute `vma`, 0.10 `manual_axis_type.varying`. Without
+    tracking (`check_vma=False`, or outside of `shard_map`) the set is empty.
+    """
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+
+
+def vary(x: Array, axis_names: Sequence[str]) -> Array:
+    """Mark a value as differing over the axes, so that JAX does not sum its cotangent by itself."""
+    missing = tuple(name for name in axis_names if name not in varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_tree(tree: T, axis_names: Sequence[str]) -> T:
+    """`vary` every inexact array of a tree."""
+    if not axis_names:
+        return tree
+    return jtu.tree_map(lambda x: vary(x, axis_names) if eqx.is_inexact_array(x) else x, tree)
+
+
+def _axis_size(axis_names: Sequence[str]) -> int:
+    return int(np.prod([jax.lax.axis_size(name) for name in axis_names]))
+
+
+def reduce_value(x: Array, axis_names: Sequence[str], reduction: Reduction) -> Array:
+    """Sum or average a loss over the axes; one that is the same everywhere is left alone."""
+    varying = varying_axes(x)
+    tracked = bool(varying) or _is_tracked(axis_names)
+    axes = tuple(name for name in axis_names if name in varying or not tracked)
+    if not axes:
+        return x
+    total = jax.lax.psum(x, axes)
+    return total / _axis_size(axes) if reduction == "mean" else total
+
+
+def _is_tracked(axis_names: Sequence[str]) -> bool:
+    # `vary` changes a value's type if and only if shard_map tracks which values vary.
+    return bool(varying_axes(vary(jnp.zeros(()), axis_names)))
+
+
+def reduce_gradients(
+    grads: T, params: Any, axis_names: Sequence[str], dtype: Any, reduction: Reduction
+) -> T:
+    """Sum or average gradients over the axes on which their parameters are the same.
+
+    A parameter that is itself sharded over an axis has its own gradient on each shard: that one is
+    not summed over this axis (where `shard_map` tracks which values vary).
+
+    Args:
+        grads: Gradients, not yet summed.
+        params: The parameters as they were given, before `vary_tree`.
+        axis_names: Mesh axes.
+        dtype: In which dtype they are summed; at least the gradient's own if `None`.
+        reduction: `"sum"` or `"mean"`.
+    """
+
+    def reduce(grad: Array, param: Array) -> Array:
+        axes = tuple(name for name in axis_names if name not in varying_axes(param))
+        if not axes:
+            return grad
+        wire = at_least_float32(grad.dtype) if dtype is None else dtype
+        # Imaginary parts have no 16-bit format: complex gradients cross as they are.
+        wire = grad.dtype if jnp.issubdtype(grad.dtype, jnp.complexfloating) else wire
+        total = jax.lax.psum(grad.astype(wire), axes)
+        total = total.astype(widest((grad.dtype, wire)))
+        return total / _axis_size(axes) if reduction == "mean" else total
+
+    return jtu.tree_map(reduce, grads, params)
+
+
+def agree(flags: Sequence[Array], axis_names: Sequence[str]) -> list[Array]:
+    """Boolean flags that hold only if they hold on every shard, by a single reduction."""
+    if not axis_names or not flags:
+        return list(flags)
+    stacked = jnp.stack(flags).astype(jnp.int32)
+    everywhere = jax.lax.pmin(vary(stacked, axis_names), tuple(axis_names))
+    return list(everywhere.astype(bool))

@@ -1,0 +1,168 @@
+"""Commit or keep: one decision over any set of trees."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from halfstep._ledger import Ledger
+from halfstep._paths import path_string
+from halfstep._verdict import as_predicate
+
+T = TypeVar("T")
+
+Gate = Literal["loop", "cond", "select"]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def select_tree(finite: Any, on_true: T, on_false: T) -> T:
+    """Choose between two trees of one structure.
+
+    Args:
+        finite: A boolean scalar or a `Verdict`; one that was not checked chooses `on_true`.
+        on_true: The tree if it holds.
+        on_false: The tree if it does not; leaves that are no arrays must be the same in both.
+
+    Returns:
+        `on_true` or `on_false`, leaf by leaf under `jit`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        new, old = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
+        assert halfstep.select_tree(jnp.asarray(True), new, old)["w"][0] == 1
+        ```
+    """
+    predicate = as_predicate(finite)
+    if predicate is None:
+        return on_true
+    _check_same(on_false, on_true, "select_tree", "the other tree")
+
+    def select(new: Any, old: Any) -> Any:
+        if not _is_array(new) or new is old:
+            return new
+        return jax.lax.select(jnp.asarray(predicate), jnp.asarray(new), jnp.asarray(old))
+
+    return jtu.tree_map(select, on_true, on_false)
+
+
+def _describe(leaf: Any) -> str:
+    if _is_array(leaf):
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return repr(leaf)
+
+
+def _check_same(old: Any, new: Any, who: str, what: str) -> None:
+    """Raise unless two trees agree in structure, dtypes, shapes and static leaves."""
+    if jtu.tree_structure(old) != jtu.tree_structure(new):
+        raise ValueError(
+            f"{who} needs {what} to keep its tree structure.\n"
+            f"  before: {jtu.tree_structure(old)}\n  after:  {jtu.tree_structure(new)}\n"
+            "If an optimizer's state changed, initialize it with what is trained: "
+            "optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
+        )
+    for (path, before), after in zip(
+        jtu.tree_flatten_with_path(old)[0], jtu.tree_leaves(new), strict=True
+    ):
+        if _is_array(before) and _is_array(after):
+            same = before.dtype == after.dtype and before.shape == after.shape
+        else:
+            same = before is after or (not _is_array(after) and bool(before == after))
+        if not same:
+            raise TypeError(
+                f"{who} needs {what} to keep its dtypes and shapes, so that a skipped step leaves "
+                f"the same state behind: at `{path_string(path)}` {_describe(before)} became "
+                f"{_describe(after)}. If an optimizer's state was made for 16-bit parameters, "
+                "initialize it in float32: optimizer.init(halfstep.cast_to_float32(params))."
+            )
+
+
+def gated(finite: Any, commit: Callable[[T], T], state: T, *, gate: Gate = "loop") -> T:
+    """`commit(state)` if `finite`, else `state`. See `transaction`."""
+    if gate not in ("loop", "cond", "select"):
+        raise ValueError(f"`gate` is 'loop', 'cond' or 'select'; got {gate!r}.")
+    predicate = as_predicate(finite)
+    if predicate is None:
+        return commit(state)
+    if not isinstance(predicate, Tracer):
+        # Outside of a trace the answer is known, and a Python branch compiles nothing.
+        return commit(state) if bool(predicate) else state
+    if gate == "select":
+        return select_tree(predicate, commit(state), state)
+    dynamic, static = eqx.partition(state, _is_array)
+    dynamic = jtu.tree_map(jnp.asarray, dynamic)
+
+    def committed(dynamic: Any) -> Any:
+        new = commit(eqx.combine(dynamic, static))
+        _check_same(eqx.combine(dynamic, static), new, "a transaction", "the committed state")
+        return jtu.tree_map(jnp.asarray, eqx.partition(new, _is_array)[0])
+
+    if gate == "cond":
+        dynamic = jax.lax.cond(predicate, committed, lambda dynamic: dynamic, dynamic)
+    else:
+        # A loop of zero or one turns. Unlike the branches of a conditional, a loop's carry is
+        # updated in place, and unlike a select after the fact the skipped values are never made.
+        _, dynamic = jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (carry[0] & False, committed(carry[1])),
+            (predicate, dynamic),
+        )
+    return eqx.combine(dynamic, static)
+
+
+def transaction(
+    finite: Any, commit: Callable[[T], T], state: T, ledger: Ledger, *, gate: Gate = "loop"
+) -> tuple[T, Ledger]:
+    """Commit a whole step, or none of it.
+
+    Parameters, optimizer state, batch statistics, averages, schedules: what `commit` returns
+    replaces `state` if the step is finite; else `state` is returned untouched. The ledger counts
+    either way.
+
+    Args:
+        finite: A boolean scalar or a `Verdict`.
+        commit: From the old state to the new one, of the same structure, dtypes and shapes. It may
+            close over gradients and anything else. It runs only if the step is finite.
+        state: Any pytree.
+        ledger: What to count in.
+        gate: How the decision is compiled. `"loop"`, a loop of at most one turn, has the fewest
+            instructions and temporaries. `"cond"` and `"select"` can be differentiated through
+            in reverse mode (a loop cannot); `"select"` computes the new state in any case.
+
+    Returns:
+        The state and the ledger after the step.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        @jax.jit
+        def step(state, ledger, gradient):
+            def commit(state):
+                weight = state["weight"] - 0.1 * gradient
+                return {"weight": weight, "ema": 0.9 * state["ema"] + 0.1 * weight}
+
+            finite = halfstep.all_finite(gradient)
+            return halfstep.transaction(finite, commit, state, ledger)
+
+
+        state = {"weight": jnp.ones(2), "ema": jnp.ones(2)}
+        state, ledger = step(state, halfstep.Ledger(), jnp.array([1.0, jnp.nan]))
+        assert ledger.skipped == 1
+        assert (state["weight"] == 1).all()
+        ```
+    """
+    return gated(finite, commit, state, gate=gate), ledger.record(finite)

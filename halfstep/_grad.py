@@ -1,0 +1,284 @@
+"""Gradients in mixed precision: cast, scale, differentiate, unscale, judge."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from halfstep._arguments import Arguments
+from halfstep._cast import cast_arguments, cast_tree, is_castable
+from halfstep._collective import (
+    Reduction,
+    agree,
+    reduce_gradients,
+    reduce_value,
+    vary_tree,
+)
+from halfstep._formats import DTypeLike, at_least_float32, dtype_name, parse_dtype
+from halfstep._microbatch import accumulate
+from halfstep._policy import Policy, as_policy
+from halfstep._scaling import AbstractLossScaling, NoLossScaling
+from halfstep._verdict import judge, leaf_flags, unchecked
+
+
+def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
+    if scaling is None:
+        if policy.compute == np.dtype(np.float16):
+            raise ValueError(
+                f"the policy {str(policy)!r} computes in float16, whose small gradients vanish "
+                "without loss scaling: pass scaling=DynamicLossScaling(), or NoLossScaling() if "
+                "you mean it."
+            )
+        return NoLossScaling()
+    if not isinstance(scaling, AbstractLossScaling):
+        raise TypeError(
+            "`scaling` is a DynamicLossScaling, StaticLossScaling or NoLossScaling; got "
+            f"{type(scaling).__name__}. The policy goes by name: policy='bf16'."
+        )
+    return scaling
+
+
+def _to_float32(loss: Any) -> jax.Array:
+    """The loss as float32 (or wider), so that no scale can push it out of a 16-bit range."""
+    dtype, shape = getattr(loss, "dtype", None), jnp.shape(loss)
+    if isinstance(loss, float | int) and not isinstance(loss, bool):
+        dtype = np.dtype(np.float32)
+    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        got = type(loss).__name__ if dtype is None else f"{dtype}{list(shape)}"
+        raise TypeError(
+            f"the loss must be a real floating-point scalar; got {got}. "
+            "Reduce it, for example with jnp.mean; other results go into has_aux=True."
+        )
+    return jnp.asarray(loss, at_least_float32(dtype))
+
+
+def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return result, None
+    if not (isinstance(result, tuple) and len(result) == 2):
+        length = f" of length {len(result)}" if isinstance(result, tuple) else ""
+        raise TypeError(
+            "with has_aux=True the function returns (loss, aux); got "
+            f"{type(result).__name__}{length}."
+        )
+    return result
+
+
+def _restore_aux(aux: Any, func: Callable, args: tuple, kwargs: dict, policy: Policy) -> Any:
+    """Give `aux` the dtypes it has without mixed precision: state and metrics stay what they were.
+
+    The function is traced once more, abstractly, at its own dtypes; only if something in `aux`
+    came out in the compute dtype.
+    """
+    narrow = policy.compute.itemsize < 4 and any(
+        is_castable(leaf) and leaf.dtype == policy.compute for leaf in jtu.tree_leaves(aux)
+    )
+    if not narrow:
+        return aux
+    try:
+        _, natural = eqx.filter_eval_shape(func, *args, **kwargs)
+    except Exception as error:
+        warnings.warn(
+            f"the function cannot be traced at its own dtypes ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}), so its auxiliary output is returned in "
+            f"{dtype_name(policy.output)}, the policy's output dtype.",
+            stacklevel=2,
+        )
+        return cast_tree(aux, policy.output)
+
+    def restore(leaf: Any, like: Any) -> Any:
+        both = is_castable(leaf) and is_castable(like, float64=True)
+        return cast_tree(leaf, like.dtype) if both else leaf
+
+    return jtu.tree_map(restore, aux, natural)
+
+
+def filter_value_and_grad(
+    func: Callable,
+    scaling: AbstractLossScaling | None = None,
+    *,
+    policy: Policy | str = "bf16",
+    has_aux: bool = False,
+    keep: Sequence[str] = (),
+    check_finite: bool | None = None,
+    microbatches: int = 1,
+    batch: Sequence[str] = (),
+    carry: str | None = None,
+    microbatch_reduction: Reduction = "mean",
+    axis_names: str | Sequence[str] = (),
+    axis_reduction: Reduction = "sum",
+    reduce_dtype: DTypeLike | None = None,
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Like `eqx.filter_value_and_grad`, in mixed precision and with loss scaling.
+
+    The floating-point arguments enter `func` in the policy's compute dtype (persistent state keeps
+    its own), the loss is taken to float32 and scaled, gradients are unscaled in float32 with the
+    scale that was applied, and one verdict says whether everything is finite. Differentiation is
+    with respect to the inexact arrays of the first argument.
+
+    Args:
+        func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+        scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
+        policy: A `Policy` or its text.
+        has_aux: Whether `func` returns an auxiliary output. It comes back in the dtypes that
+            `func` gives it without mixed precision, so state that goes in and out stays stable.
+        keep: Rules for arguments that are not cast, beside the policy's own: paths that begin
+            with the function's parameter names, `("state", "batch/targets", "**/running_var")`.
+        check_finite: Whether finiteness is computed. By default if there is a loss scale.
+        microbatches: In how many turns the batch is processed. Losses and gradients are summed in
+            float32 in the order of the microbatches, with the scale held fixed; then they are
+            summed over `axis_names`, unscaled, and divided. There is one verdict. Microbatch `i`
+            takes the examples `i, i + n, i + 2n, ...`; a typed scalar PRNG key is split, one for
+            each; `aux` is stacked.
+        batch: Rules for the leaves that `microbatches` splits along their first axis.
+        carry: Name of an argument (such as BatchNorm state) whose new value is in `aux` and that
+            each microbatch hands to the next.
+        microbatch_reduction: `"mean"` or `"sum"` over the microbatches.
+        axis_names: Mesh axes, inside `shard_map`, over which the loss and the gradients are
+            reduced and the verdict is agreed. The loss that `func` returns is the shard's own.
+        axis_reduction: `"sum"` or `"mean"` over `axis_names`.
+        reduce_dtype: The dtype in which gradients cross `axis_names`; float32 by default.
+
+    Returns:
+        A function of the same arguments that returns `(value, scaling, finite, grads)`, where
+        `value` is the loss, or `(loss, aux)`; `finite` is a `Verdict`.
+
+    Example:
+        ```python
+        import equinox as eqx
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(model, x, y):
+            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+        model = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+        x, y = jnp.ones((8, 4)), jnp.zeros((8, 2))
+        scaling = halfstep.DynamicLossScaling()
+        value, scaling, finite, grads = halfstep.filter_value_and_grad(
+            loss, scaling, policy="f16"
+        )(model, x, y)
+        assert finite
+        assert grads.weight.dtype == jnp.float32
+        ```
+    """
+    policy = as_policy(policy)
+    scaling = _resolve_scaling(scaling, policy)
+    checks = scaling.checks_finite if check_finite is None else check_finite
+    axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    wire = None if reduce_dtype is None else parse_dtype(reduce_dtype)
+    if isinstance(keep, str) or isinstance(batch, str):
+        raise TypeError("`keep` and `batch` are sequences of path rules: write keep=('state',).")
+    for name, value in (
+        ("microbatch_reduction", microbatch_reduction),
+        ("axis_reduction", axis_reduction),
+    ):
+        if value not in ("sum", "mean"):
+            raise ValueError(f"`{name}` is 'sum' or 'mean'; got {value!r}.")
+    if microbatches != int(microbatches) or microbatches < 1:
+        raise ValueError(f"`microbatches` is a whole number, 1 or more; got {microbatches}.")
+    if carry is not None and not (has_aux and microbatches > 1):
+        raise ValueError("`carry` goes with has_aux=True and microbatches > 1.")
+    rules = (*policy.keep, *keep)
+
+    def scaled_loss(model: Any, args: tuple, kwargs: dict) -> tuple[jax.Array, Any]:
+        cast_args, cast_kwargs = cast_arguments(
+            func, (model, *args), kwargs, policy.compute, keep=rules, float64=policy.casts_float64
+        )
+        loss, aux = _split_result(func(*cast_args, **cast_kwargs), has_aux)
+        loss = _to_float32(loss)
+        return scaling.scale(loss), (loss, aux)
+
+    def one_step(args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
+        # Marked as varying before the cast: JAX would else sum the cotangents over the mesh by
+        # itself, in the compute dtype, where finite shards can add up to infinity.
+        model = vary_tree(args[0], axes)
+        differentiate = eqx.filter_value_and_grad(scaled_loss, has_aux=True)
+        (_, (loss, aux)), grads = differentiate(model, args[1:], kwargs)
+        return loss, _restore_aux(aux, func, args, kwargs, policy), grads
+
+    @functools.wraps(func)
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        if not args:
+            raise TypeError(
+                "the gradient is taken with respect to the first positional argument, and there "
+                "is none: pass the model by position."
+            )
+        params = eqx.filter(args[0], eqx.is_inexact_array)
+        if microbatches == 1:
+            loss, aux, grads = one_step(args, kwargs)
+        else:
+            loss, aux, grads = accumulate(
+                one_step,
+                Arguments(func, args, kwargs),
+                vary_tree(params, axes),
+                microbatches=int(microbatches),
+                batch=batch,
+                carry=carry,
+            )
+        if axes:
+            loss = reduce_value(loss, axes, axis_reduction)
+            grads = reduce_gradients(grads, params, axes, wire, axis_reduction)
+        grads = scaling.unscale(grads)
+        if microbatches > 1 and microbatch_reduction == "mean":
+            loss, grads = jtu.tree_map(lambda x: x / microbatches, (loss, grads))
+        verdict, adjusted = unchecked(), scaling
+        if checks:
+            *flags, loss_finite = agree([*leaf_flags(grads), jnp.isfinite(loss)], axes)
+            verdict = judge(flags, loss_finite)
+            adjusted = scaling.adjust(verdict)
+        elif scaling.checks_finite:
+            adjusted = scaling.adjust(verdict)
+        value = (loss, aux) if has_aux else loss
+        return value, adjusted, verdict, grads
+
+    return value_and_grad
+
+
+def filter_grad(
+    func: Callable, scaling: AbstractLossScaling | None = None, **options: Any
+) -> Callable[..., tuple]:
+    """Like `eqx.filter_grad`, in mixed precision and with loss scaling.
+
+    Args:
+        func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux=True`.
+        scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
+        **options: Those of `filter_value_and_grad`: `policy="bf16"`, `has_aux=False`, ...
+
+    Returns:
+        A function of the same arguments that returns `(scaling, finite, grads)`, or
+        `(scaling, finite, grads, aux)` with `has_aux=True`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            return jnp.sum((params["w"] * x) ** 2)
+
+
+        gradient = halfstep.filter_grad(loss, policy="bf16")
+        scaling, finite, grads = gradient({"w": jnp.ones(3)}, jnp.arange(3.0))
+        assert (grads["w"] == jnp.array([0.0, 2.0, 8.0])).all()
+        ```
+    """
+    with_value = filter_value_and_grad(func, scaling, **options)
+    has_aux = options.get("has_aux", False)
+
+    @functools.wraps(func)
+    def grad(*args: Any, **kwargs: Any) -> tuple:
+        value, adjusted, verdict, grads = with_value(*args, **kwargs)
+        return (adjusted, verdict, grads, value[1]) if has_aux else (adjusted, verdict, grads)
+
+    return grad

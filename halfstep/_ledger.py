@@ -1,0 +1,137 @@
+"""The ledger: how many steps were applied, how many skipped, and when it is too many."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from halfstep._verdict import Verdict, as_predicate
+
+
+class SkipLimitError(RuntimeError):
+    """Too many steps in a row were skipped for the next one to be different."""
+
+
+class Ledger(eqx.Module):
+    """Counts applied and skipped steps. A pytree that commits with the rest of the step.
+
+    Args:
+        limit: After how many skips in a row `check` raises; `None` for never.
+
+    Attributes:
+        applied: Steps applied.
+        skipped: Steps skipped.
+        consecutive: Skips since the last applied step.
+        last_skipped: Index of the last skipped step, counted from 0; -1 if there is none.
+        bad_losses: Skips whose loss was itself not finite (data or forward pass, not the scale).
+        last_leaf: Index of the first non-finite gradient leaf in the last skipped step, or -1.
+
+    Example:
+        ```python
+        import halfstep
+
+        ledger = halfstep.Ledger(limit=100)
+        for finite in (True, False, True):
+            ledger = ledger.record(finite)
+        assert (ledger.applied, ledger.skipped, ledger.last_skipped) == (2, 1, 1)
+        ledger.check()
+        ```
+    """
+
+    applied: Int[Array, "..."]
+    skipped: Int[Array, "..."]
+    consecutive: Int[Array, "..."]
+    last_skipped: Int[Array, "..."]
+    bad_losses: Int[Array, "..."]
+    last_leaf: Int[Array, "..."]
+    limit: int | None = eqx.field(static=True)
+
+    def __init__(self, *, limit: int | None = None):
+        if limit is not None and (limit != int(limit) or limit < 1):
+            raise ValueError(f"`limit` must be None or a whole number, 1 or more; got {limit}.")
+        self.limit = limit
+        # One buffer each: donating a ledger must not donate the same buffer twice.
+        self.applied, self.skipped, self.consecutive, self.bad_losses = (
+            jnp.array(0, jnp.int32) for _ in range(4)
+        )
+        self.last_skipped, self.last_leaf = (jnp.array(-1, jnp.int32) for _ in range(2))
+
+    @property
+    def steps(self) -> Array:
+        """Steps seen, applied or not."""
+        return self.applied + self.skipped
+
+    def record(self, finite: Any) -> "Ledger":
+        """The ledger after one more step.
+
+        Args:
+            finite: A boolean scalar or a `Verdict`; one that was not checked counts as applied.
+        """
+        predicate = as_predicate(finite)
+        ok = True if predicate is None else predicate
+        one = jnp.asarray(ok, jnp.int32)
+        bad_loss, leaf = jnp.int32(0), jnp.int32(-1)
+        if isinstance(finite, Verdict) and finite.checked:
+            bad_loss = 1 - jnp.asarray(finite.loss_finite, jnp.int32)
+            leaf = jnp.asarray(finite.first_leaf)
+        values = (
+            self.applied + one,
+            self.skipped + (1 - one),
+            jnp.where(ok, 0, self.consecutive + 1),
+            jnp.where(ok, self.last_skipped, self.steps),
+            self.bad_losses + bad_loss,
+            jnp.where(ok, self.last_leaf, leaf),
+        )
+        fields = lambda s: (  # noqa: E731
+            s.applied,
+            s.skipped,
+            s.consecutive,
+            s.last_skipped,
+            s.bad_losses,
+            s.last_leaf,
+        )
+        return eqx.tree_at(fields, self, values)
+
+    def check(self, tree: Any = None, *, scaling: Any = None) -> None:
+        """Raise on the host if the limit of consecutive skips is reached.
+
+        It reads the counters, so it waits for the step: call it where you log.
+
+        Args:
+            tree: The gradients or the model, to name the offending leaf by its path.
+            scaling: The loss scaling, to say where the scale stands.
+
+        Raises:
+            SkipLimitError: With what to look at.
+        """
+        consecutive = int(np.asarray(self.consecutive))
+        if self.limit is None or consecutive < self.limit:
+            return
+        lines = [
+            f"{consecutive} steps in a row were skipped (limit {self.limit}); "
+            f"{int(np.asarray(self.applied))} applied and {int(np.asarray(self.skipped))} skipped "
+            f"in all, the last skipped one is step {int(np.asarray(self.last_skipped))}."
+        ]
+        index = int(np.asarray(self.last_leaf))
+        if index >= 0:
+            known = Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(index, jnp.int32))
+            named = f"number {index}" if tree is None else f"`{known.where(tree)}`"
+            lines.append(f"The first gradient leaf that was not finite is {named}.")
+        if scaling is not None:
+            lines.append(f"The loss scale is {float(np.asarray(scaling.loss_scaling)):g}.")
+        if int(np.asarray(self.bad_losses)):
+            lines.append(
+                f"In {int(np.asarray(self.bad_losses))} of the skipped steps the loss itself was "
+                "not finite, which no loss scale cures. Look at (a) the batch: NaN, infinities, "
+                "labels out of range; (b) the forward pass: sums, norms and exponentials in 16 "
+                "bits (wrap them in force_full_precision); (c) parameters that are not finite."
+            )
+        else:
+            lines.append(
+                "The loss was finite each time. Look at (a) the scale: at its floor, lower "
+                "min_loss_scaling; (b) the gradient's own size: clip, or lower the learning rate; "
+                "(c) operations whose derivative is infinite, such as sqrt or norm at 0."
+            )
+        raise SkipLimitError("\n".join(lines))

@@ -1,0 +1,146 @@
+"""Gradient accumulation: one step's batch in several turns of a scan."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from halfstep._arguments import Arguments
+from halfstep._collective import vary, varying_axes
+from halfstep._formats import at_least_float32
+
+# (args, kwargs) -> (loss, aux, gradients), for one microbatch.
+Step = Callable[[tuple, dict], tuple[Any, Any, Any]]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _split(leaf: Any, path: str, n: int) -> Any:
+    """`[B, ...]` to `[n, B/n, ...]`; microbatch `i` takes the examples `i, i + n, i + 2n, ...`.
+
+    Strided rather than in blocks: a batch sharded over devices stays where it is, because every
+    device's examples are dealt to all microbatches.
+    """
+    if leaf.ndim == 0 or leaf.shape[0] % n:
+        size = "no leading axis" if leaf.ndim == 0 else f"a leading axis of {leaf.shape[0]}"
+        raise ValueError(
+            f"microbatches={n} needs the leading axis of every batch leaf to be a multiple of {n}; "
+            f"`{path}` is {leaf.dtype}{list(leaf.shape)}, with {size}. "
+            "Select only what has a batch axis: batch=('batch/images', 'batch/labels')."
+        )
+    leaf = jnp.asarray(leaf)
+    return jnp.moveaxis(leaf.reshape((leaf.shape[0] // n, n, *leaf.shape[1:])), 1, 0)
+
+
+def _finder(aux: Any, structure: Any, name: str) -> Callable[[Any], Any]:
+    """Where in `aux` the carried argument's new value is: itself, or one of its entries."""
+    if jtu.tree_structure(aux) == structure:
+        return lambda aux: aux
+    entries: Mapping[Any, Any] = {}
+    if isinstance(aux, Mapping):
+        entries = aux
+    elif isinstance(aux, tuple | list):
+        entries = dict(enumerate(aux))
+    found = [key for key, entry in entries.items() if jtu.tree_structure(entry) == structure]
+    if len(found) != 1:
+        raise ValueError(
+            f"carry={name!r} needs the new value of that argument in the auxiliary output: "
+            f"required exactly one entry of its structure, found {len(found)}. Return "
+            "(loss, new_state) or (loss, {'state': new_state, ...}), with has_aux=True."
+        )
+    return lambda aux: aux[found[0]]
+
+
+def accumulate(
+    step: Step,
+    call: Arguments,
+    params: Any,
+    *,
+    microbatches: int,
+    batch: Sequence[str],
+    carry: str | None,
+) -> tuple[Any, Any, Any]:
+    """Sum the losses and gradients of all microbatches, in float32 and in their order.
+
+    Args:
+        step: Loss, auxiliary output and gradients of one microbatch.
+        call: The arguments of the whole step.
+        params: The differentiated leaves, whose shapes and shardings the sums take.
+        microbatches: How many.
+        batch: Rules that select the leaves to split.
+        carry: The argument that each microbatch hands to the next, or `None`.
+
+    Returns:
+        The sum of the losses, the auxiliary output (stacked; the carried argument's last value),
+        and the sum of the gradients.
+    """
+    if not batch:
+        raise ValueError(
+            f"microbatches={microbatches} needs to know what to split: "
+            f"pass batch=(...) with names out of {', '.join(call.names[1:]) or 'no arguments'}."
+        )
+    if carry is not None and carry not in call.names[1:]:
+        raise ValueError(
+            f"carry={carry!r} is no argument after the first; there are "
+            f"{', '.join(call.names[1:])}."
+        )
+    selected = call.select(batch, option="batch")
+    whole = [leaf for _, leaf, _ in call.leaves]
+    roots = [path.split("/", 1)[0] for path, _, _ in call.leaves]
+    xs: dict[int, Any] = {}
+    for index, ((path, leaf, _), chosen) in enumerate(zip(call.leaves, selected, strict=True)):
+        if chosen and roots[index] == call.names[0]:
+            raise ValueError(
+                f"batch={tuple(batch)!r} selects `{path}`, which belongs to the first argument: "
+                "what is differentiated cannot be split."
+            )
+        if chosen and _is_array(leaf):
+            xs[index] = _split(leaf, path, microbatches)
+        elif _is_key(leaf) and leaf.ndim == 0 and roots[index] != call.names[0]:
+            xs[index] = jax.random.split(leaf, microbatches)
+    carried = [i for i, root in enumerate(roots) if root == carry and _is_array(whole[i])]
+    if set(carried) & set(xs):
+        raise ValueError(f"carry={carry!r} is also split or a PRNG key; it can be only one.")
+
+    def zeros(param: Any) -> Any:
+        wide = jnp.zeros_like(param, dtype=at_least_float32(param.dtype))
+        return vary(wide, tuple(varying_axes(param)))
+
+    # Filled while the turn is traced: where the carried value is, and what of `aux` is no array.
+    traced: dict[str, Any] = {}
+
+    def turn(sums: tuple[Any, list[Any]], xs: Mapping[int, Any]) -> Any:
+        total, state = sums
+        leaves = list(whole)
+        for index, leaf in (*xs.items(), *zip(carried, state, strict=True)):
+            leaves[index] = leaf
+        args, kwargs = call.rebuild(leaves)
+        loss, aux, grads = step(args, kwargs)
+        if carry is not None:
+            value = dict(zip(call.names, (*args, *kwargs.values()), strict=True))[carry]
+            traced["get"] = _finder(aux, jtu.tree_structure(value), carry)
+            traced["value"] = traced["get"](aux)
+            state = [leaf for leaf in jtu.tree_leaves(traced["value"]) if _is_array(leaf)]
+        total = jtu.tree_map(lambda a, g: a + g.astype(a.dtype), total, grads)
+        arrays, traced["static"] = eqx.partition(aux, _is_array)
+        return (total, state), (loss, arrays)
+
+    first = (jtu.tree_map(zeros, params), [jnp.asarray(whole[index]) for index in carried])
+    (grads, state), (losses, arrays) = jax.lax.scan(turn, first, xs, length=microbatches)
+    aux = eqx.combine(arrays, traced["static"])
+    if carry is not None:
+        values = iter(state)
+        last = jtu.tree_map(lambda x: next(values) if _is_array(x) else x, traced["value"])
+        aux = eqx.tree_at(traced["get"], aux, last)
+    return functools.reduce(jnp.add, losses), aux, grads

@@ -1,0 +1,83 @@
+"""The optimizer's step, applied or skipped."""
+
+from typing import Any, TypeVar
+
+import equinox as eqx
+import optax
+
+from halfstep._gate import gated
+
+M = TypeVar("M")
+
+
+def apply_gradients(
+    model: M,
+    optimizer: optax.GradientTransformation,
+    optimizer_state: Any,
+    grads: Any,
+    **extra_args: Any,
+) -> tuple[M, Any]:
+    """The bare Optax step: update, then apply. What `optimizer_update` does if all is finite.
+
+    For use inside `transaction`.
+
+    Args:
+        model: Any pytree; its inexact arrays are what is trained.
+        optimizer: Any Optax optimizer.
+        optimizer_state: Its state.
+        grads: Gradients, of the structure of `eqx.filter(model, eqx.is_inexact_array)`.
+        **extra_args: Passed to `optimizer.update`.
+
+    Returns:
+        The model and the optimizer's state after the step.
+    """
+    params: Any = eqx.filter(model, eqx.is_inexact_array)
+    updates, optimizer_state = optimizer.update(grads, optimizer_state, params, **extra_args)
+    params = optax.apply_updates(params, updates)
+    return eqx.combine(params, model), optimizer_state
+
+
+def optimizer_update(
+    model: M,
+    optimizer: optax.GradientTransformation,
+    optimizer_state: Any,
+    grads: Any,
+    grads_finite: Any,
+    **extra_args: Any,
+) -> tuple[M, Any]:
+    """Apply an optimizer's step if the gradients are finite, else leave everything as it was.
+
+    With finite gradients the result is the bare Optax step's, bit for bit.
+
+    Args:
+        model: Any pytree; its inexact arrays are what is trained.
+        optimizer: Any Optax optimizer, initialized with `eqx.filter(model, eqx.is_inexact_array)`.
+        optimizer_state: Its state.
+        grads: Gradients as `filter_grad` returns them.
+        grads_finite: The verdict `filter_grad` returns, or a boolean scalar. A verdict that was
+            not checked compiles no gate: it is the bare step.
+        **extra_args: Passed to `optimizer.update`, such as `value`, `grad` and `value_fn` for
+            `optax.lbfgs`.
+
+    Returns:
+        The model and the optimizer's state.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+        import optax
+
+        model, optimizer = {"w": jnp.ones(3)}, optax.adamw(1e-3)
+        state = optimizer.init(model)
+        model, state = halfstep.optimizer_update(
+            model, optimizer, state, {"w": jnp.ones(3)}, jnp.asarray(True)
+        )
+        assert (model["w"] < 1).all()
+        ```
+    """
+
+    def commit(state: tuple[M, Any]) -> tuple[M, Any]:
+        return apply_gradients(state[0], optimizer, state[1], grads, **extra_args)
+
+    return gated(grads_finite, commit, (model, optimizer_state))

@@ -1,0 +1,195 @@
+"""Is everything finite? One global answer, which leaf was the first, and whose fault it was."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from halfstep._paths import path_string
+
+# Annotations of fields hold under vmap too, where each of these scalars has a batch axis.
+BoolLike: TypeAlias = Bool[Array, "..."]
+IntLike: TypeAlias = Int[Array, "..."]
+
+
+def _is_checked(leaf: Any) -> bool:
+    if isinstance(leaf, float | complex):
+        return True
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def leaf_flags(tree: Any) -> list[Bool[Array, ""]]:
+    """For each inexact leaf, whether all of it is finite."""
+    return [jnp.all(jnp.isfinite(leaf)) for leaf in jtu.tree_leaves(tree) if _is_checked(leaf)]
+
+
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether every floating-point or complex number in a pytree is finite.
+
+    Integers, keys, strings and other leaves do not count; an empty tree is finite. On sharded
+    arrays under `jit` the answer is global.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        assert halfstep.all_finite({"a": jnp.ones(3), "ids": jnp.arange(3)})
+        assert not halfstep.all_finite([jnp.array([1.0, jnp.inf])])
+        ```
+    """
+    flags = leaf_flags(tree)
+    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+
+
+class Verdict(eqx.Module):
+    """The answer of a gradient transform to "may this step be applied?".
+
+    Use it as a boolean, hand it to `optimizer_update`, `transaction` or `select_tree`, and ask it
+    on the host what went wrong. A verdict that was never computed (`checked` is false: with
+    `NoLossScaling` no check is compiled unless asked for) applies every step, and refuses to say
+    "finite".
+
+    Attributes:
+        finite: Whether the loss and all gradients are finite; `None` if not checked.
+        loss_finite: Whether the loss itself is finite; `None` if not checked.
+        first_leaf: Index of the first gradient leaf that is not finite, -1 if there is none.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            return jnp.sum(params["w"] * x) + jnp.sum(params["b"])
+
+
+        params = {"b": jnp.ones(2), "w": jnp.ones(2)}
+        gradient = halfstep.filter_grad(loss, halfstep.DynamicLossScaling(), policy="f16")
+        _, finite, _ = gradient(params, jnp.array([1.0, 3.0]))  # 3 * 2**15 is above 65504
+        assert not finite
+        assert finite.where(params) == "w"
+        assert "scaled gradients" in finite.reason(params)
+        ```
+    """
+
+    finite: BoolLike | None
+    loss_finite: BoolLike | None
+    first_leaf: IntLike | None
+
+    @property
+    def checked(self) -> bool:
+        """Whether finiteness was computed at all. Static: known while tracing."""
+        return self.finite is not None
+
+    def _known(self) -> Array:
+        if self.finite is None:
+            raise ValueError(
+                "finiteness was not checked: NoLossScaling compiles no check. Pass "
+                "check_finite=True to filter_grad or filter_value_and_grad to know it."
+            )
+        return self.finite
+
+    def __bool__(self) -> bool:
+        return bool(self._known())
+
+    def __jax_array__(self) -> Array:
+        return self._known()
+
+    def __invert__(self) -> Array:
+        return jnp.logical_not(self._known())
+
+    def __and__(self, other: Any) -> Array:
+        return jnp.logical_and(self._known(), _boolean(other))
+
+    def __or__(self, other: Any) -> Array:
+        return jnp.logical_or(self._known(), _boolean(other))
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def where(self, tree: Any) -> str | None:
+        """The path of the first non-finite gradient leaf, `None` if there is none. On the host.
+
+        Args:
+            tree: The gradients, or the model they belong to.
+        """
+        self._known()
+        index = int(np.asarray(self.first_leaf))
+        if index < 0:
+            return None
+        leaves = jtu.tree_flatten_with_path(eqx.filter(tree, eqx.is_inexact_array))[0]
+        if index >= len(leaves):
+            raise ValueError(
+                f"the verdict names leaf {index}, but `tree` has {len(leaves)} inexact array "
+                "leaves: pass the gradients or the model they were taken of."
+            )
+        return path_string(leaves[index][0]) or "the gradient itself"
+
+    def reason(self, tree: Any = None) -> str:
+        """One sentence on what happened and what to look at. On the host.
+
+        Args:
+            tree: The gradients or the model, to name the leaf by its path.
+        """
+        if not self.checked:
+            return "not checked: NoLossScaling compiles no check unless check_finite=True."
+        if self:
+            return "finite: the loss and every gradient."
+        named = f"leaf {int(np.asarray(self.first_leaf))}" if tree is None else self.where(tree)
+        at = "" if int(np.asarray(self.first_leaf)) < 0 else f" First non-finite gradient: {named}."
+        if not bool(self.loss_finite):
+            return (
+                "the loss itself is not finite, before any scaling: bad data in the batch, or an "
+                f"overflow in the forward pass. A smaller loss scale does not help.{at}"
+            )
+        return (
+            "the loss is finite but the scaled gradients are not: they overflowed on the way "
+            f"back, which a smaller loss scale cures.{at}"
+        )
+
+
+def _boolean(value: Any) -> Any:
+    return value._known() if isinstance(value, Verdict) else value
+
+
+def as_predicate(finite: Any) -> Any | None:
+    """A verdict or a boolean scalar as a predicate; `None` for "not checked, always apply".
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(finite, Verdict):
+        return finite.finite
+    if isinstance(finite, bool | np.bool_):
+        return bool(finite)
+    dtype, shape = getattr(finite, "dtype", None), getattr(finite, "shape", None)
+    if dtype != np.dtype(bool) or shape != ():
+        raise TypeError(
+            "required a boolean scalar or the verdict of a gradient transform; got "
+            f"{type(finite).__name__} of dtype {dtype} and shape {shape}. "
+            "For arrays, reduce first: halfstep.all_finite(tree)."
+        )
+    return finite
+
+
+def unchecked() -> Verdict:
+    """The verdict that was never computed."""
+    return Verdict(None, None, None)
+
+
+def judge(flags: Sequence[Array], loss_finite: Array) -> Verdict:
+    """The verdict from one flag a gradient leaf and one of the loss."""
+    if not flags:
+        return Verdict(loss_finite, loss_finite, jnp.full(loss_finite.shape, -1, jnp.int32))
+    stacked = jnp.stack([*flags, loss_finite])
+    grads_finite = jnp.all(stacked[:-1])
+    first = jnp.where(grads_finite, -1, jnp.argmin(stacked[:-1]).astype(jnp.int32))
+    return Verdict(jnp.all(stacked), loss_finite, first)

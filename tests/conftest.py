@@ -1,0 +1,50 @@
+"""Strictness for every test: strict promotion, no rank promotion, four CPU devices, fresh seeds."""
+
+import os
+
+# Before JAX is imported. XLA:CPU otherwise computes 16-bit arithmetic in float32 and may leave the
+# rounding in between out, and tests of numerics would pass for the wrong reason.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_allow_excess_precision=false",
+    ]
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import random
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def getkey(request: pytest.FixtureRequest) -> Callable[[], jax.Array]:
+    """Fresh PRNG keys: a new seed each run, shown on failure, replayed by HALFSTEP_SEED."""
+    seed = int(os.environ.get("HALFSTEP_SEED", random.randrange(2**31)))
+    request.node.add_report_section("setup", "seed", f"replay with HALFSTEP_SEED={seed}")
+    state = {"key": jax.random.key(seed)}
+
+    def fresh() -> jax.Array:
+        state["key"], key = jax.random.split(state["key"])
+        return key
+
+    return fresh
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """For tests that run other libraries' code, which relies on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    """Four devices on one axis, `data`."""
+    return jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

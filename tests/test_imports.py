@@ -1,0 +1,69 @@
+"""What `import halfstep` does and does not do, and what the tree promises."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import halfstep
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "halfstep").rglob("*.py"))
+EXTRAS = ("flax", "haiku", "matplotlib", "orbax", "rich", "tqdm")
+
+
+def _run(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_starts_no_backend():
+    # `backends` creates them; the cache behind it is empty as long as nobody asked.
+    code = (
+        "import halfstep; "
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    )
+    assert _run(code) == "False"
+
+
+def test_import_needs_no_extra():
+    code = f"import sys, halfstep; print([m for m in {EXTRAS!r} if m in sys.modules])"
+    assert _run(code) == "[]"
+
+
+def test_no_private_jax():
+    for path in SOURCES:
+        assert "jax._src" not in path.read_text(), path
+
+
+def test_files_stay_small():
+    assert {p.name: n for p in SOURCES if (n := len(p.read_text().splitlines())) > 600} == {}
+
+
+def test_no_module_level_mutable_state():
+    """Module variables are constants: no lists, dicts or sets that could be written to."""
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            value = getattr(node, "value", None)
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                assert not isinstance(value, ast.List | ast.Dict | ast.Set), (path, node.lineno)
+
+
+def test_changelog_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)
+    assert next(v for v in versions if v != "Unreleased") == halfstep.__version__
+
+
+@pytest.mark.parametrize("name", [n for n in dir(halfstep) if not n.startswith("_")])
+def test_public_names_are_documented(name: str):
+    thing = getattr(halfstep, name)
+    if callable(thing):
+        assert thing.__doc__, name
+        assert len(thing.__doc__.splitlines()[0]) > 10
