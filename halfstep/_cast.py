@@ -46,7 +46,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype)
     if isinstance(leaf, np.ndarray | np.generic):
-        with np.errstate(over="ignore"):  # Overflow to infinity is what the format does.
+        with np.errstate(all="ignore"):  # Overflow and NaN are what the format does.
             return leaf.astype(dtype)
     return jax.lax.convert_element_type(leaf, dtype)
 
@@ -215,7 +215,7 @@ def _full_precision_call(
         given = Arguments(func, args, kwargs).leaves
         dtypes = {x.leaf.dtype for x in given if is_castable(x.leaf) and not x.is_state}
         if dtypes:
-            return_dtype = widest(dtypes)
+            return_dtype = jax.dtypes.canonicalize_dtype(widest(dtypes))
     call = cast_function(func, jnp.float32, return_dtype)
     return call(*args, **kwargs)
 

@@ -14,7 +14,7 @@ def path_string(path: Sequence[Any], *, root: str = "") -> str:
     return "/".join(part for part in (root, below) if part)
 
 
-def compile_rule(rule: str) -> re.Pattern[str]:
+def compile_rule(rule: Any) -> re.Pattern[str]:
     """Compile a path rule.
 
     Components are separated by `/`; `*` and `?` match within one component, `**` any number of

@@ -146,7 +146,7 @@ class Policy:
         return Policy(**{**fields, **changes})
 
 
-def as_policy(policy: "Policy | str") -> Policy:
+def as_policy(policy: Any) -> Policy:
     """A policy from its text, or the policy itself."""
     if isinstance(policy, Policy):
         return policy

@@ -1,0 +1,151 @@
+"""Policies: their text, their rules, their errors."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import halfstep
+from halfstep import Policy
+from halfstep._policy import as_policy
+
+NAMES = ("bf16", "f16", "f32", "f64")
+# Built in the test and not here: the run-time type checker draws random numbers of its own.
+policies = st.fixed_dictionaries(
+    {
+        "param": st.sampled_from(NAMES),
+        "compute": st.sampled_from(NAMES),
+        "output": st.sampled_from(NAMES),
+        "keep": st.lists(
+            st.text("abz_*?0/", min_size=1).filter(lambda s: s[0] != "/" and s[-1] != "/"),
+            max_size=3,
+        ),
+    }
+)
+
+
+@given(policies)
+def test_text_round_trips(fields: dict):
+    policy = Policy(**fields)
+    assert Policy.parse(str(policy)) == policy
+    assert hash(Policy.parse(str(policy))) == hash(policy)
+    assert eval(repr(policy), {"Policy": Policy}) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("bf16", "p=f32,c=bf16,o=f32"),
+        ("f16", "p=f32,c=f16,o=f32"),
+        ("f32", "p=f32,c=f32,o=f32"),
+        ("float16", "p=f32,c=f16,o=f32"),
+        ("half", "p=f32,c=bf16,o=f32"),
+        ("c=f16", "p=f32,c=f16,o=f16"),
+        ("p=f16,c=bf16", "p=f16,c=bf16,o=bf16"),
+        ("p=bf16", "p=bf16,c=bf16,o=bf16"),
+        ("params=float32, compute=bfloat16, output=float32", "p=f32,c=bf16,o=f32"),
+        ("o=f32,c=bf16,keep=state,keep=**/var", "p=f32,c=bf16,o=f32,keep=state,keep=**/var"),
+    ],
+)
+def test_grammar(text: str, full: str):
+    assert str(Policy.parse(text)) == full
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf17", r"unknown format 'bf17'.*Did you mean 'bf16'"),
+        ("c=bf17", r"unknown format 'bf17'"),
+        ("q=f32", r"'q=f32' in the policy 'q=f32' is not known; required parts such as"),
+        ("c=f16,c=f32", r"'c=f32' in the policy .* is given twice"),
+        ("c=f16,f32", r"'f32' in the policy .* is not known"),
+        ("", r"unknown format ''"),
+        ("keep=/a,c=f16", r"a path rule is a text such as"),
+        ("f8", r"unknown format 'f8'"),
+    ],
+)
+def test_bad_text(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        Policy.parse(text)
+
+
+def test_bad_objects():
+    with pytest.raises(TypeError, match=r"write keep=\('state',\)"):
+        Policy(keep="state")
+    with pytest.raises(ValueError, match="cannot contain a comma"):
+        Policy(keep=("a,b",))
+    with pytest.raises(ValueError, match=r"cannot cast to float8_e4m3fn.*need a scale"):
+        Policy(compute=jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"cannot cast to int32; required one of 'bf16'"):
+        Policy(compute=jnp.int32)
+    with pytest.raises(ValueError, match=r"required a dtype or its name, got 3\.5"):
+        Policy(compute=3.5)
+    with pytest.raises(TypeError, match=r"a policy is a Policy or a text.*got 3"):
+        as_policy(3)
+    with pytest.raises(TypeError, match=r"no field loss; it has param, compute, output, keep"):
+        Policy().replace(loss="f32")
+
+
+def test_immutable_hashable_static():
+    policy = Policy.parse("bf16")
+    with pytest.raises(dataclasses.FrozenInstanceError, match="compute"):
+        policy.compute = np.dtype(np.float16)  # pyright: ignore[reportAttributeAccessIssue]
+    assert jax.tree.leaves(policy) == []
+    assert {policy: 1}[Policy(compute=jnp.bfloat16)] == 1
+    assert policy.replace(keep=("state",)).keep == ("state",)
+    assert policy.keep == ()
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+    @jax.jit
+    def cast(policy, x):
+        return policy.cast_to_compute(x)
+
+    assert cast(policy, jnp.ones(2)).dtype == jnp.bfloat16
+    assert cast(Policy.parse("f16"), jnp.ones(2)).dtype == jnp.float16
+
+
+def test_casts():
+    policy = Policy(param="f32", compute="f16", output="bf16")
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    assert policy.cast_to_compute(tree)["w"].dtype == jnp.float16
+    assert policy.cast_to_output(tree)["w"].dtype == jnp.bfloat16
+    assert policy.cast_to_param(policy.cast_to_compute(tree))["w"].dtype == jnp.float32
+    assert policy.cast_to_compute(tree)["n"] is tree["n"]
+
+
+def test_half_precision_context():
+    x = jnp.ones(2)
+    traces = []
+
+    @jax.jit
+    def half(x):
+        traces.append(halfstep.half_dtype().name)
+        return halfstep.cast_to_half_precision(x)
+
+    assert half(x).dtype == jnp.bfloat16
+    with halfstep.half_precision("f16"):
+        # The context is part of the cache key: no stale bfloat16 program is reused.
+        assert half(x).dtype == jnp.float16
+        assert Policy.parse("half").compute == np.float16
+        with halfstep.half_precision(jnp.bfloat16):
+            assert half(x).dtype == jnp.bfloat16
+    assert half(x).dtype == jnp.bfloat16
+    assert traces == ["bfloat16", "float16"]
+    with (
+        pytest.raises(ValueError, match=r"half precision is a 16-bit format; got 'f32'"),
+        halfstep.half_precision("f32"),
+    ):
+        pass
+    assert halfstep.cast_to_half_precision(x, "f16").dtype == jnp.float16
+
+
+def test_format_facts():
+    f16, bf16 = halfstep.FORMATS["f16"], halfstep.FORMATS["bf16"]
+    assert (f16.bits, f16.mantissa_bits, f16.max, f16.eps) == (16, 10, 65504.0, 2.0**-10)
+    assert (f16.tiny, f16.smallest) == (2.0**-14, 2.0**-24)
+    assert (bf16.bits, bf16.mantissa_bits, bf16.eps, bf16.tiny) == (16, 7, 2.0**-7, 2.0**-126)
+    assert bf16.max == (2 - 2.0**-7) * 2.0**127
