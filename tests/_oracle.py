@@ -43,12 +43,6 @@ FORMATS = {
 }
 
 
-def round_to(value: float, name: str) -> float:
-    """Round one float64 that is exactly a float32 to a narrower format."""
-    bits = np.asarray(value, np.float32).view(np.uint32)
-    return float(round_bits(bits[None], **FORMATS[name]).view(np.float32)[0])
-
-
 def canonical(x: np.ndarray) -> np.ndarray:
     """Float32 values as bit patterns, all NaN alike."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
