@@ -46,9 +46,9 @@ def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
 
 def _to_float32(loss: Any) -> jax.Array:
     """The loss as float32 (or wider), so that no scale can push it out of a 16-bit range."""
-    dtype, shape = getattr(loss, "dtype", None), jnp.shape(loss)
-    if isinstance(loss, float | int) and not isinstance(loss, bool):
-        dtype = np.dtype(np.float32)
+    if isinstance(loss, float):
+        loss = np.float32(loss)
+    dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", ())
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
         got = type(loss).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(

@@ -1,0 +1,45 @@
+"""Errors for arguments of the wrong kind, as users see them: without the tests' type checker."""
+
+import pathlib
+import subprocess
+import sys
+
+CASES = r"""
+import jax, jax.numpy as jnp, halfstep as hs
+from halfstep._gate import gated
+
+def loss(w, x): return jnp.sum(w * x)
+w = x = jnp.ones(4)
+
+def raises(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), (text, str(error))
+    else:
+        raise SystemExit(f"nothing raised where {text!r} was due")
+
+raises(ValueError, "`gate` is 'loop', 'cond' or 'select'; got 'switch'",
+       lambda: gated(True, lambda s: s, 1, gate="switch"))
+raises(ValueError, "`axis_reduction` is 'sum' or 'mean'; got 'max'",
+       lambda: hs.filter_grad(loss, axis_reduction="max"))
+raises(ValueError, "`microbatch_reduction` is 'sum' or 'mean'; got 'max'",
+       lambda: hs.filter_grad(loss, microbatch_reduction="max"))
+raises(TypeError, "`scaling` is a DynamicLossScaling, StaticLossScaling or NoLossScaling; got str",
+       lambda: hs.filter_grad(loss, "bf16"))
+raises(TypeError, "a policy is a Policy or a text such as 'bf16'",
+       lambda: hs.filter_grad(loss, policy=jnp.float16))
+raises(TypeError, "sequences of path rules: write keep=('state',)",
+       lambda: hs.filter_grad(loss, keep="state"))
+raises(TypeError, "force_full_precision takes a function or a module, got int",
+       lambda: hs.force_full_precision(3))
+print("all raised")
+"""
+
+
+def test_plain_errors():
+    root = pathlib.Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-c", CASES], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert result.stdout.strip() == "all raised", result.stderr

@@ -1,0 +1,125 @@
+"""The verdict: one answer, the first leaf, and whose fault it was."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import halfstep
+from halfstep import DynamicLossScaling, NoLossScaling, StaticLossScaling, Verdict
+
+
+def loss(params, x):
+    return jnp.sum(params["a"] * x["a"]) + jnp.sum(params["layers"][1]["w"] * x["w"])
+
+
+PARAMS = {"a": jnp.ones(2), "layers": [None, {"w": jnp.ones(3), "name": "relu"}], "n": 3}
+
+
+def data(a=1.0, w=1.0):
+    return {"a": jnp.full(2, a), "w": jnp.full(3, w)}
+
+
+@pytest.mark.parametrize("scaling", [DynamicLossScaling(), StaticLossScaling(2.0**15)])
+def test_names_the_first_leaf_and_the_reason(scaling):
+    gradient = eqx.filter_jit(halfstep.filter_grad(loss, scaling, policy="f16"))
+    _, good, grads = gradient(PARAMS, data())
+    assert good
+    assert good.where(grads) is None
+    assert good.reason() == "finite: the loss and every gradient."
+    _, second, grads = gradient(PARAMS, data(w=4.0))  # 4 * 2**15 is above 65504
+    assert not second
+    assert second.where(grads) == second.where(PARAMS) == "layers/1/w"
+    assert "scaled gradients are not" in second.reason(PARAMS)
+    assert "layers/1/w" in second.reason(PARAMS)
+    assert "leaf 1" in second.reason()
+    _, both, grads = gradient(PARAMS, data(4.0, 4.0))
+    assert both.where(grads) == "a"
+    _, bad, grads = gradient(PARAMS, data(w=jnp.nan))
+    assert "the loss itself is not finite" in bad.reason(grads)
+    assert not bool(bad.loss_finite)
+
+
+def test_a_bad_loss_with_finite_gradients_is_a_skip():
+    """A logged infinity would otherwise be applied as if nothing had happened."""
+
+    def odd(w, x):
+        return jnp.sum(w) + jax.lax.stop_gradient(x)
+
+    _, finite, grads = halfstep.filter_grad(odd, DynamicLossScaling(), policy="f16")(
+        jnp.ones(2), jnp.asarray(jnp.inf)
+    )
+    assert not finite
+    assert halfstep.all_finite(grads)
+    assert finite.where(grads) is None
+    assert "bad data" in finite.reason(grads)
+
+
+def test_unchecked_says_so():
+    _, verdict, _ = halfstep.filter_grad(loss, NoLossScaling())(PARAMS, data(jnp.nan))
+    assert verdict.checked is False
+    assert jax.tree.leaves(verdict) == []
+    for use in (bool, lambda v: ~v, lambda v: v & True, jnp.asarray, lambda v: v.where(PARAMS)):
+        with pytest.raises(ValueError, match=r"finiteness was not checked.*check_finite=True"):
+            use(verdict)
+    assert "not checked" in verdict.reason()
+    checked = halfstep.filter_grad(loss, NoLossScaling(), check_finite=True)
+    assert not checked(PARAMS, data(jnp.nan))[1]
+
+
+def test_no_check_is_compiled_without_a_scale():
+    def gradient(check):
+        transform = halfstep.filter_grad(loss, NoLossScaling(), check_finite=check)
+        return lambda params, x: transform(params, x)[2]
+
+    params = {"a": PARAMS["a"], "layers": [None, {"w": PARAMS["layers"][1]["w"]}]}
+    assert "is_finite" not in str(jax.make_jaxpr(gradient(None))(params, data()))
+    assert "is_finite" in str(jax.make_jaxpr(gradient(True))(params, data()))
+
+
+def test_dynamic_scaling_cannot_go_unchecked():
+    with pytest.raises(ValueError, match="DynamicLossScaling needs to know"):
+        halfstep.filter_grad(loss, DynamicLossScaling(), policy="f16", check_finite=False)(
+            PARAMS, data()
+        )
+
+
+def test_boolean_algebra():
+    true, false = (Verdict(jnp.asarray(v), jnp.asarray(v), jnp.asarray(-1)) for v in (True, False))
+    assert bool(~false)
+    assert bool(true & True)
+    assert not bool(true & false)
+    assert bool(false | true)
+    assert bool(True & true)
+    assert bool(jnp.where(true, 1, 0)) is True
+    assert bool(jax.jit(lambda v: ~v)(false))
+    assert bool(jax.jit(lambda v: jnp.logical_and(v, v))(true))
+
+
+def test_where_with_the_wrong_tree():
+    verdict = Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(7))
+    with pytest.raises(ValueError, match="names leaf 7, but `tree` has 2 inexact array leaves"):
+        verdict.where(PARAMS)
+    scalar = Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(0))
+    assert scalar.where(jnp.ones(2)) == "the gradient itself"
+
+
+def test_all_finite_is_global_on_sharded_arrays(mesh: jax.sharding.Mesh):
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for bad in range(4):
+        x = np.ones((4, 2), np.float32)
+        x[bad, 1] = np.inf
+        verdict = jax.jit(halfstep.all_finite)({"x": jax.device_put(x, sharding)})
+        assert not verdict
+        assert verdict.sharding.is_fully_replicated
+
+
+def test_ten_thousand_leaves():
+    """The verdict of a tree of this size is one small program, with one flag a leaf."""
+    tree = [jax.ShapeDtypeStruct((), jnp.float32)] * 10_000
+    from halfstep._verdict import judge, leaf_flags
+
+    jaxpr = jax.make_jaxpr(lambda tree: judge(leaf_flags(tree), jnp.asarray(True)))(tree)
+    count = sum(str(eqn.primitive) == "is_finite" for eqn in jaxpr.eqns)
+    assert count == 10_000
