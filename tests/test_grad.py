@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep import DynamicLossScaling, NoLossScaling, Policy, StaticLossScaling
+from halfstep import DynamicLossScaling, NoLossScaling, Policy
 
 COMPUTE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 policies = pytest.mark.parametrize("policy", COMPUTE)

@@ -1,0 +1,217 @@
+"""The training script from end to end, on a small set of images that the test writes."""
+
+import gzip
+import json
+import math
+import os
+import pathlib
+import signal
+import struct
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import halfstep
+from examples import vit_fashion_mnist as script
+from examples._data import load_fashion_mnist
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+ROOT = pathlib.Path(__file__).parents[2]
+SIZES = "--patch 4 --width 16 --hidden 32 --heads 2 --blocks 1".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Fashion-MNIST's four files, with 8 x 8 images: a pattern for each class, and noise."""
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    patterns = random.integers(256, size=(10, 8, 8))
+    for part, count in (("train", 320), ("t10k", 100)):
+        labels = np.arange(count) % 10
+        images = patterns[labels] + random.normal(0, 20, (count, 8, 8))
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            content = header + array.clip(0, 255).astype(np.uint8).tobytes()
+            (folder / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+def arguments(data: pathlib.Path, out: pathlib.Path, options: str) -> list[str]:
+    return [*SIZES, "--batch", "32", "--data", str(data), "--out", str(out), *options.split()]
+
+
+def records(run: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def bits(run: pathlib.Path, step: int) -> dict[str, bytes]:
+    """Every array of a checkpoint as its bytes, read by Orbax alone."""
+    manager = ocp.CheckpointManager((run / "checkpoints").resolve())
+    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))[
+        "state"
+    ]
+    manager.close()
+    return {name: np.asarray(array).tobytes() for name, array in restored.items()}
+
+
+def test_end_to_end(data: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
+    script.main(arguments(data, tmp_path, "--steps 10 --log-every 4 --eval-every 8 --seed 3"))
+    printed, shown = capsys.readouterr()
+    for policy, scale in (("f32", 1), ("bf16", 1), ("f16", 2**15)):
+        log = records(tmp_path / f"{policy}-seed3")
+        assert [r["step"] for r in log] == [4, 8, 10]
+        assert ["test_accuracy" in r for r in log] == [False, True, True]
+        assert all(math.isfinite(r["loss"]) for r in log)
+        assert [r["loss_scale"] for r in log] == [scale] * 3
+        assert [r["skipped"] for r in log] == [0] * 3
+        assert f"{policy:>4}  seed 3  test accuracy {log[-1]['test_accuracy']:.2%}" in printed
+        assert f"{policy:>4} seed 3: 100%" in shown
+    assert "accuracy=" in shown
+    assert "scale=32768" in shown
+    assert "skipped=0" in shown
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_scale_forced_too_high_recovers(data: pathlib.Path, tmp_path: pathlib.Path):
+    options = "--policy f16 f32 --steps 60 --log-every 1 --eval-every 60 --learning-rate 0.01"
+    script.main(arguments(data, tmp_path, f"{options} --loss-scale {2**24}"))
+    log, full = records(tmp_path / "f16-seed0"), records(tmp_path / "f32-seed0")
+    # The first steps are skipped, each halves the scale, and no loss is harmed.
+    first = next(n for n, r in enumerate(log) if r["skipped"] < n + 1)
+    assert 1 <= first < 30
+    assert [r["loss_scale"] for r in log[:first]] == [2.0 ** (23 - n) for n in range(first)]
+    assert all(math.isfinite(r["loss"]) for r in log)
+    assert log[-1]["skipped"] < 30
+    # Ten classes: a model that had learned nothing would be near 0.1.
+    assert log[-1]["test_accuracy"] > 0.9
+    assert full[-1]["test_accuracy"] > 0.9
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "options", ["--policy bf16", f"--policy f16 --microbatches 2 --loss-scale {2**20}"]
+)
+def test_resumed_is_uninterrupted(
+    data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: str
+):
+    # Fourteen steps of ten an epoch, so the epoch ends after the checkpoint; and the scale grows.
+    options += " --steps 14 --log-every 3 --eval-every 7 --save-every 4 --growth-period 3"
+    script.main(arguments(data, tmp_path / "whole", options))
+    step, calls = script.train_step, []
+
+    def dies(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 11:
+            raise Interrupted
+        return step(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match=""):
+        patch.setattr(script, "train_step", dies)
+        script.main(arguments(data, tmp_path / "parts", options))
+    (run,) = (tmp_path / "parts").iterdir()
+    whole = tmp_path / "whole" / run.name
+    assert [r["step"] for r in records(run)] == [3, 6, 7, 9]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "lo')  # A kill can cut a line in two.
+    script.main(arguments(data, tmp_path / "parts", f"{options} --resume"))
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert bits(run, 14) == bits(whole, 14)
+    assert bits(run, 14) != bits(run, 12)
+    # Resuming what is finished changes nothing.
+    script.main(arguments(data, tmp_path / "parts", f"{options} --resume"))
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_what_a_checkpoint_holds(data: pathlib.Path, tmp_path: pathlib.Path):
+    options = "--policy f16 --steps 2 --save-every 2 --resume"  # Nothing to resume: from the start.
+    script.main(arguments(data, tmp_path, options))
+    held = bits(tmp_path / "f16-seed0", 2)
+    assert np.frombuffer(held[".scaling.loss_scaling"], np.float32).item() == 2**15
+    assert np.frombuffer(held[".scaling.counter"], np.int32).item() == 2
+    assert np.frombuffer(held[".ledger.applied"], np.int32).item() == 2
+    for part in (".model.head.weight", ".optimizer_state", ".ledger.skipped"):
+        assert any(name.startswith(part) for name in held)
+    with pytest.raises(FileExistsError, match="a checkpoint of step 2: pass --resume"):
+        script.main(arguments(data, tmp_path, "--policy f16 --steps 2"))
+    with pytest.raises(ValueError, match=r"other options: seed=0 \(now 1\), steps=2 \(now 3\)"):
+        (tmp_path / "f16-seed0").rename(tmp_path / "f16-seed1")
+        script.main(arguments(data, tmp_path, "--policy f16 --steps 3 --seed 1 --resume"))
+
+
+def test_a_hopeless_run_ends_with_advice(data: pathlib.Path, tmp_path: pathlib.Path):
+    options = "--policy bf16 --steps 100 --log-every 1 --learning-rate 1e30"
+    with pytest.raises(halfstep.SkipLimitError, match="the loss itself was not finite"):
+        script.main(arguments(data, tmp_path, options))
+    assert records(tmp_path / "bf16-seed0")[-1]["skipped"] >= 49
+
+
+def test_the_state_is_donated(data: pathlib.Path):
+    images = load_fashion_mnist(data)
+    sizes = script.Sizes(patch=4, width=16, hidden=32, heads=2, blocks=1)
+    config = script.Config(policy="f16", seed=0, steps=2, sizes=sizes)
+    optimizer = script.make_optimizer(config.learning_rate, config.steps)
+    state = script.initial_state(config, images, optimizer)
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    batch = images.train_images[:4], images.train_labels[:4]
+    _, after = script.train_step(batch, state, optimizer, "f16", 1)
+    assert all(x.is_deleted() for x in arrays)
+    # Master weights and optimizer state stay in float32; the rest are counters.
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(after) if isinstance(x, jax.Array)}
+    assert dtypes == {"float32", "int32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 0", "required a whole number, 1 or more; got 0"),
+        ("--steps 5 --epochs 2", "not allowed with argument"),
+        ("--policy f8", "invalid choice: 'f8'"),
+    ],
+)
+def test_options_that_cannot_be(
+    data: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture,
+    options: str,
+    message: str,
+):
+    with pytest.raises(SystemExit, match="2"):
+        script.main(arguments(data, tmp_path, options))
+    assert message in capsys.readouterr().err
+
+
+def test_no_data(tmp_path: pathlib.Path):
+    with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):
+        script.main(["--data", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_in_other_processes(data: pathlib.Path, tmp_path: pathlib.Path):
+    options = f"--policy f16 --steps 400 --save-every 40 --loss-scale {2**20} --growth-period 30"
+    command = [sys.executable, "-m", "examples.vit_fashion_mnist"]
+
+    def run(out: str, more: str = "") -> "subprocess.Popen[bytes]":
+        argv = arguments(data, tmp_path / out, options + more)
+        return subprocess.Popen([*command, *argv], cwd=ROOT, env=dict(os.environ))
+
+    assert run("whole").wait(600) == 0
+    killed, checkpoint = run("parts"), tmp_path / "parts" / "f16-seed0" / "checkpoints" / "120"
+    deadline = time.monotonic() + 600
+    while not checkpoint.exists() and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(60) == -signal.SIGKILL
+    assert run("parts", " --resume").wait(600) == 0
+    whole, parts = tmp_path / "whole" / "f16-seed0", tmp_path / "parts" / "f16-seed0"
+    assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert bits(parts, 400) == bits(whole, 400)

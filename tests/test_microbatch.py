@@ -1,0 +1,200 @@
+"""Accumulation: bit-equal to the documented order, one verdict, state handed on."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import halfstep
+from halfstep import DynamicLossScaling, NoLossScaling
+
+N = 4
+
+
+def loss(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def problem(key):
+    keys = jax.random.split(key, 3)
+    x, y = jax.random.normal(keys[0], (16, 3)), jax.random.normal(keys[1], (16,))
+    return jax.random.normal(keys[2], (3,)), {"x": x, "y": y}
+
+
+@pytest.mark.parametrize("policy", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_documented_order_bit_for_bit(policy: str, reduction, getkey):
+    """Strided microbatches, each differentiated alone, summed in float32, unscaled, divided."""
+    w, batch = problem(getkey())
+    scaling = DynamicLossScaling(2.0**6, period=1) if policy == "f16" else NoLossScaling()
+    value, new, _, grads = jax.jit(
+        halfstep.filter_value_and_grad(
+            loss,
+            scaling,
+            policy=policy,
+            microbatches=N,
+            batch=("batch",),
+            microbatch_reduction=reduction,
+        )
+    )(w, batch)
+    one = jax.jit(halfstep.filter_value_and_grad(loss, scaling, policy=policy))
+    total, value_sum = jnp.zeros(3), None
+    for i in range(N):
+        part_value, _, _, part = one(w, {k: v[i::N] for k, v in batch.items()})
+        total = total + part * float(scaling.loss_scaling)  # exact: a power of two
+        value_sum = part_value if value_sum is None else value_sum + part_value
+    divisor = N if reduction == "mean" else 1
+    assert np.array_equal(grads, total / float(scaling.loss_scaling) / divisor)
+    assert value == value_sum / divisor
+    if policy == "f16":
+        assert new.loss_scaling == 2.0**7  # adjusted once, not once a microbatch
+
+
+def test_mean_is_the_whole_batch_in_float32(getkey):
+    w, batch = problem(getkey())
+    exact = jax.grad(loss)(w, batch)
+    _, _, grads = halfstep.filter_grad(loss, policy="f32", microbatches=N, batch=("batch",))(
+        w, batch
+    )
+    # Another order of 16 additions, each within half an epsilon of the largest partial sum.
+    bound = 16 * halfstep.FORMATS["f32"].eps * float(jnp.abs(exact).max() + jnp.abs(grads).max())
+    assert float(jnp.abs(grads - exact).max()) <= bound
+
+
+@pytest.mark.parametrize("bad", range(N))
+def test_one_bad_microbatch_is_one_skipped_step(bad: int, getkey):
+    w, batch = problem(getkey())
+    batch["x"] = batch["x"].at[bad].set(jnp.nan)
+    scaling, finite, _ = halfstep.filter_grad(
+        loss, DynamicLossScaling(2.0**6), policy="f16", microbatches=N, batch=("batch",)
+    )(w, batch)
+    assert not finite
+    assert not bool(finite.loss_finite)
+    assert scaling.loss_scaling == 2.0**5
+
+
+def test_float32_sums_do_not_overflow_where_float16_would():
+    """Four gradients of 40000 in float16; their sum is 160000."""
+    gradient = halfstep.filter_grad(
+        lambda w, x: jnp.sum(w[None] * x),
+        DynamicLossScaling(1.0),
+        policy="f16",
+        microbatches=4,
+        batch=("x",),
+        microbatch_reduction="sum",
+    )
+    _, finite, grads = gradient(jnp.zeros(1), jnp.full((4, 1), 40000.0))
+    assert finite
+    assert grads[0] == 160000
+
+
+def test_keys_are_split_and_the_rest_is_shared():
+    def noisy(w, x, key, table):
+        assert table.shape == (3,)
+        return jnp.sum(w[None] * x) + jnp.sum(table), {"draw": jax.random.bits(key), "k": "static"}
+
+    key = jax.random.key(7)
+    (_, aux), *_ = halfstep.filter_value_and_grad(
+        noisy, policy="f32", has_aux=True, microbatches=2, batch=("x",)
+    )(jnp.ones(1), jnp.ones((4, 1)), key, jnp.ones(3))
+    expected = jax.vmap(jax.random.bits)(jax.random.split(key, 2))
+    assert np.array_equal(aux["draw"], expected)
+    assert aux["k"] == "static"
+
+
+@pytest.mark.parametrize("form", ["bare", "dict", "tuple"])
+def test_carry_hands_state_from_one_microbatch_to_the_next(form: str):
+    def stateful(w, x, state):
+        new = {"mean": 0.5 * state["mean"] + 0.5 * jnp.mean(x).astype(jnp.float32)}
+        aux = {"bare": new, "dict": {"state": new, "n": x[0]}, "tuple": (x[0], new)}[form]
+        return jnp.sum(w * x), aux
+
+    x = jnp.arange(4.0)
+    state = {"mean": jnp.asarray(8.0)}
+    transform = halfstep.filter_value_and_grad(
+        stateful, has_aux=True, microbatches=2, batch=("x",), carry="state", keep=("state",)
+    )
+    (_, aux), *_ = transform(jnp.asarray(1.0), x, state)
+    # The microbatches are (0, 2) and (1, 3): 8 -> 4.5 -> 3.25.
+    new = {"bare": lambda: aux, "dict": lambda: aux["state"], "tuple": lambda: aux[1]}[form]()
+    assert new["mean"] == 3.25
+    if form == "dict":
+        assert np.array_equal(aux["n"], [0, 1])
+
+
+def test_equinox_state_is_carried():
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, "batch", mode="ema")
+
+    def stateful(w, x, state):
+        out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+            x[:, None], state
+        )
+        return jnp.mean(out * w), state
+
+    (_, new), *_ = halfstep.filter_value_and_grad(
+        stateful, policy="f32", has_aux=True, microbatches=2, batch=("x",), carry="state"
+    )(jnp.asarray(1.0), jnp.arange(8.0), state)
+    expected = state
+    for i in range(2):
+        expected = stateful(jnp.asarray(1.0), jnp.arange(8.0)[i::2], expected)[1]
+    assert eqx.tree_equal(new, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({}, ("x",), r"needs to know what to split: pass batch=\(\.\.\.\) with names out of x"),
+        ({"batch": ("x",)}, (jnp.ones(5),), r"multiple of 2; `x` is float32\[5\], with a leading"),
+        ({"batch": ("x",)}, (jnp.ones(()),), r"`x` is float32\[\], with no leading axis"),
+        ({"batch": ("y",)}, (jnp.ones(4),), r"'y' in `batch` selects nothing.*'x'"),
+        ({"batch": ("w",)}, (jnp.ones(4),), "`w`, which belongs to the first argument"),
+        ({"batch": ("x",), "carry": "z"}, (jnp.ones(4),), "carry='z' is no argument after"),
+        ({"batch": ("x",), "carry": "x"}, (jnp.ones(4),), "carry='x' is also split"),
+    ],
+)
+def test_errors(options, args, message):
+    def func(w, x):
+        return jnp.sum(w * x), None
+
+    with pytest.raises(ValueError, match=message):
+        halfstep.filter_grad(func, microbatches=2, has_aux=True, **options)(jnp.ones(2), *args)
+
+
+def test_carry_that_does_not_come_back():
+    def func(w, x, state):
+        return jnp.sum(w * x), {"other": (state, state)}
+
+    with pytest.raises(ValueError, match=r"carry='state'.*exactly one entry.*found 0"):
+        halfstep.filter_grad(func, microbatches=2, has_aux=True, batch=("x",), carry="state")(
+            jnp.asarray(1.0), jnp.ones(4), {"m": jnp.ones(2)}
+        )
+
+
+def test_sharded_batch_is_not_moved(mesh: jax.sharding.Mesh):
+    """Strided splitting keeps every example on its device: the only collective is the sum."""
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.sharding.NamedSharding(mesh, spec("data"))
+    replicated = jax.sharding.NamedSharding(mesh, spec())
+    gradient = jax.jit(
+        lambda w, batch: halfstep.filter_grad(loss, policy="f32", microbatches=N, batch=("batch",))(
+            w, batch
+        )[2],
+        in_shardings=(replicated, sharded),
+    )
+    w, batch = problem(jax.random.key(0))
+    text = gradient.lower(w, batch).compile().as_text()
+    assert text is not None
+    assert "all-reduce" in text
+    for moved in ("all-gather", "all-to-all", "collective-permute"):
+        assert moved not in text
+
+
+def test_one_scan_body_not_one_copy_a_microbatch():
+    w, batch = problem(jax.random.key(0))
+
+    def equations(n):
+        transform = halfstep.filter_grad(loss, policy="f32", microbatches=n, batch=("batch",))
+        return str(jax.make_jaxpr(lambda w, b: transform(w, b)[2])(w, batch)).count("dot_general")
+
+    assert equations(8) == equations(2)
