@@ -51,6 +51,12 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     return jax.lax.convert_element_type(leaf, dtype)
 
 
+def _strong(leaf: Any) -> Any:
+    """The leaf without a weak type, by which a kept float32 would follow 16-bit operands."""
+    weak = isinstance(leaf, jax.Array) and leaf.weak_type
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if weak else leaf
+
+
 def _check_target(dtype: DTypeLike) -> np.dtype:
     resolved = parse_dtype(dtype)
     if resolved == _FLOAT64 and not _x64():
@@ -68,9 +74,9 @@ def _cast_leaves(
     done: dict[int, Any] = {}
     out: list[Any] = []
     for (_, leaf, _), keep in zip(leaves, kept, strict=True):
-        if not keep and is_castable(leaf, float64=float64 or dtype == _FLOAT64):
+        if is_castable(leaf, float64=float64 or dtype == _FLOAT64):
             if id(leaf) not in done:
-                done[id(leaf)] = _cast_leaf(leaf, dtype)
+                done[id(leaf)] = _strong(leaf) if keep else _cast_leaf(leaf, dtype)
             leaf = done[id(leaf)]
         out.append(leaf)
     return out

@@ -45,6 +45,14 @@ def test_cast_function_keeps_what_rules_select():
         halfstep.cast_function(func, "f16", keep=("batch/target",))(1, batch, scale=1)
 
 
+def test_a_kept_weak_type_does_not_follow_its_neighbors():
+    """`jnp.full(4, 1e5)` is weakly typed: beside float16 it would become infinite."""
+    weak = jnp.full(4, 1e5)
+    assert weak.weak_type
+    add = halfstep.cast_function(lambda x, y: (x.dtype.name, y.weak_type), "f16", keep=("y",))
+    assert add(jnp.ones(4), weak) == ("float16", False)
+
+
 def test_persistent_state_is_protected():
     """BatchNorm statistics by type and by name, on the way in and on the way out."""
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")

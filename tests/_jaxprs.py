@@ -1,0 +1,30 @@
+"""Facts about traced programs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr and of every jaxpr inside of it."""
+    if isinstance(jaxpr, core.ClosedJaxpr):
+        jaxpr = jaxpr.jaxpr
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(
+            equation.params, is_leaf=lambda p: isinstance(p, core.Jaxpr | core.ClosedJaxpr)
+        ):
+            if isinstance(parameter, core.Jaxpr | core.ClosedJaxpr):
+                yield from equations(parameter)
+
+
+def contractions(func: Any, *args: Any) -> list[str]:
+    """The dtype of every dot and convolution: of its operands, or `mixed`."""
+    found = []
+    for equation in equations(jax.make_jaxpr(func)(*args)):
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            dtypes = {str(v.aval.dtype) for v in equation.invars[:2]}
+            found.append(dtypes.pop() if len(dtypes) == 1 else "mixed")
+    return found
