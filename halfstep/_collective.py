@@ -91,10 +91,9 @@ def reduce_gradients(
     return jtu.tree_map(reduce, grads, params)
 
 
-def agree(flags: Sequence[Array], axis_names: Sequence[str]) -> list[Array]:
+def agree(flags: Array, axis_names: Sequence[str]) -> Array:
     """Boolean flags that hold only if they hold on every shard, by a single reduction."""
-    if not axis_names or not flags:
-        return list(flags)
-    stacked = jnp.stack(flags).astype(jnp.int32)
-    everywhere = jax.lax.pmin(vary(stacked, axis_names), tuple(axis_names))
-    return list(everywhere.astype(bool))
+    if not axis_names:
+        return flags
+    everywhere = jax.lax.pmin(vary(flags.astype(jnp.int32), axis_names), tuple(axis_names))
+    return everywhere.astype(bool)

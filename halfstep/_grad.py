@@ -24,7 +24,7 @@ from halfstep._formats import DTypeLike, at_least_float32, dtype_name, parse_dty
 from halfstep._microbatch import accumulate
 from halfstep._policy import Policy, as_policy
 from halfstep._scaling import AbstractLossScaling, NoLossScaling
-from halfstep._verdict import judge, leaf_flags, unchecked
+from halfstep._verdict import finite_flags, judge, unchecked
 
 
 def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
@@ -233,8 +233,7 @@ def filter_value_and_grad(
             loss, grads = jtu.tree_map(lambda x: x / microbatches, (loss, grads))
         verdict, adjusted = unchecked(), scaling
         if checks:
-            *flags, loss_finite = agree([*leaf_flags(grads), jnp.isfinite(loss)], axes)
-            verdict = judge(flags, loss_finite)
+            verdict = judge(agree(finite_flags((grads, loss)), axes))
             adjusted = scaling.adjust(verdict)
         elif scaling.checks_finite:
             adjusted = scaling.adjust(verdict)

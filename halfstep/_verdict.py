@@ -1,6 +1,5 @@
 """Is everything finite? One global answer, which leaf was the first, and whose fault it was."""
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from halfstep._paths import path_string
 
@@ -24,9 +23,27 @@ def _is_checked(leaf: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def leaf_flags(tree: Any) -> list[Bool[Array, ""]]:
+# The bits of float32's infinity without the sign; those of a NaN are larger.
+_INFINITY = np.uint32(0x7F80_0000 << 1)
+
+
+def _peak(leaf: Any) -> UInt32[Array, ""]:
+    """The largest magnitude in a leaf, as the bits of a float32 without its sign.
+
+    A maximum of integers, because one of floats loses NaN (seen in XLA:CPU's vectorized
+    reduction), and because it compiles to fewer instructions than a conjunction of `isfinite`.
+    """
+    leaf = jnp.asarray(leaf)
+    if leaf.dtype.itemsize > 4 or leaf.size == 0:
+        return jnp.where(jnp.all(jnp.isfinite(leaf)), np.uint32(0), _INFINITY)
+    bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+    return jnp.max(bits + bits)  # Twice a number shifts its highest bit, the sign, out.
+
+
+def finite_flags(tree: Any) -> Bool[Array, " leaves"]:
     """For each inexact leaf, whether all of it is finite."""
-    return [jnp.all(jnp.isfinite(leaf)) for leaf in jtu.tree_leaves(tree) if _is_checked(leaf)]
+    peaks = [_peak(leaf) for leaf in jtu.tree_leaves(tree) if _is_checked(leaf)]
+    return jnp.stack(peaks) < _INFINITY if peaks else jnp.ones(0, bool)
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
@@ -44,8 +61,7 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
         assert not halfstep.all_finite([jnp.array([1.0, jnp.inf])])
         ```
     """
-    flags = leaf_flags(tree)
-    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+    return jnp.all(finite_flags(tree))
 
 
 class Verdict(eqx.Module):
@@ -185,11 +201,10 @@ def unchecked() -> Verdict:
     return Verdict(None, None, None)
 
 
-def judge(flags: Sequence[Array], loss_finite: Array) -> Verdict:
-    """The verdict from one flag a gradient leaf and one of the loss."""
-    if not flags:
-        return Verdict(loss_finite, loss_finite, jnp.full(loss_finite.shape, -1, jnp.int32))
-    stacked = jnp.stack([*flags, loss_finite])
-    grads_finite = jnp.all(stacked[:-1])
-    first = jnp.where(grads_finite, -1, jnp.argmin(stacked[:-1]).astype(jnp.int32))
-    return Verdict(jnp.all(stacked), loss_finite, first)
+def judge(flags: Bool[Array, " leaves_and_loss"]) -> Verdict:
+    """The verdict from one flag a gradient leaf, and that of the loss behind them."""
+    grads, loss = flags[:-1], flags[-1]
+    if not grads.size:
+        return Verdict(loss, loss, jnp.full_like(loss, -1, jnp.int32))
+    first = jnp.where(jnp.all(grads), -1, jnp.argmin(grads).astype(jnp.int32))
+    return Verdict(jnp.all(flags), loss, first)

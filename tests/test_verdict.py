@@ -8,6 +8,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, StaticLossScaling, Verdict
+from halfstep._verdict import finite_flags, judge
 
 
 def loss(params, x):
@@ -74,8 +75,18 @@ def test_no_check_is_compiled_without_a_scale():
         return lambda params, x: transform(params, x)[2]
 
     params = {"a": PARAMS["a"], "layers": [None, {"w": PARAMS["layers"][1]["w"]}]}
-    assert "is_finite" not in str(jax.make_jaxpr(gradient(None))(params, data()))
-    assert "is_finite" in str(jax.make_jaxpr(gradient(True))(params, data()))
+    for transform in (gradient(None), gradient(False)):
+        compiled = jax.jit(transform).lower(params, data()).compile().as_text()
+        assert "reduce" not in compiled
+        assert "compare" not in compiled
+
+    def used(params, x):
+        _, verdict, grads = halfstep.filter_grad(loss, NoLossScaling(), check_finite=True)(
+            params, x
+        )
+        return verdict, grads
+
+    assert "compare" in jax.jit(used).lower(params, data()).compile().as_text()
 
 
 def test_dynamic_scaling_cannot_go_unchecked():
@@ -118,8 +129,20 @@ def test_all_finite_is_global_on_sharded_arrays(mesh: jax.sharding.Mesh):
 def test_ten_thousand_leaves():
     """The verdict of a tree of this size is one small program, with one flag a leaf."""
     tree = [jax.ShapeDtypeStruct((), jnp.float32)] * 10_000
-    from halfstep._verdict import judge, leaf_flags
+    jaxpr = jax.make_jaxpr(lambda tree: judge(finite_flags((tree, jnp.ones(())))))(tree)
+    assert sum(str(eqn.primitive) == "reduce_max" for eqn in jaxpr.eqns) == 10_001
 
-    jaxpr = jax.make_jaxpr(lambda tree: judge(leaf_flags(tree), jnp.asarray(True)))(tree)
-    count = sum(str(eqn.primitive) == "is_finite" for eqn in jaxpr.eqns)
-    assert count == 10_000
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2", "complex64"])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (64, 65), (2, 3, 40)])
+def test_a_single_bad_element_anywhere_is_found(dtype: str, shape: tuple[int, ...]):
+    """Also between numbers at the end of the range, where a sum would overflow."""
+    finite = jax.jit(halfstep.all_finite)
+    largest = float(jnp.finfo(dtype).max)
+    full = np.full(shape, largest).astype(dtype)
+    assert finite(full)
+    for index in range(0, full.size, max(1, full.size // 13)):
+        for poison in (np.nan, np.inf, -np.inf):
+            bad = full.copy()
+            bad.flat[index] = np.asarray(poison).astype(dtype)
+            assert not finite(bad), (index, poison)

@@ -1,0 +1,69 @@
+"""What every benchmark shares: the JSON it writes, and with which versions it was made."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def parser(module: str, description: str) -> argparse.ArgumentParser:
+    """An argument parser with `--json`, which every benchmark has."""
+    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    made.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the results as JSON to FILE, or to standard output",
+    )
+    return made
+
+
+def report(module: str, results: dict[str, Any], *, packages: tuple[str, ...]) -> dict[str, Any]:
+    """Results with what is needed to reproduce them."""
+    return {
+        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
+        "versions": versions("halfstep", "jax", "jaxlib", "equinox", "optax", *packages),
+        "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
+        **results,
+    }
+
+
+def write(report: dict[str, Any], where: str | None) -> None:
+    """Write a report as JSON, if asked to."""
+    text = json.dumps(report, indent=2)
+    if where == "-":
+        print(text)
+    elif where is not None:
+        pathlib.Path(where).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(where).write_text(text + "\n")
+
+
+def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """An aligned Markdown table: `columns` maps the keys of a row to headings."""
+    cells = [list(columns.values())]
+    cells += [["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
