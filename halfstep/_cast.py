@@ -71,13 +71,14 @@ def _cast_leaves(
     leaves: Sequence[MarkedLeaf], kept: Sequence[bool], dtype: np.dtype, float64: bool
 ) -> list[Any]:
     # Parameters tied by identity stay tied: one cast for each distinct array.
-    done: dict[int, Any] = {}
+    done: dict[tuple[int, bool], Any] = {}
     out: list[Any] = []
     for (_, leaf, _), keep in zip(leaves, kept, strict=True):
         if is_castable(leaf, float64=float64 or dtype == _FLOAT64):
-            if id(leaf) not in done:
-                done[id(leaf)] = _strong(leaf) if keep else _cast_leaf(leaf, dtype)
-            leaf = done[id(leaf)]
+            key = (id(leaf), keep)
+            if key not in done:
+                done[key] = _strong(leaf) if keep else _cast_leaf(leaf, dtype)
+            leaf = done[key]
         out.append(leaf)
     return out
 

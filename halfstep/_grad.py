@@ -84,10 +84,10 @@ def _restore_aux(aux: Any, func: Callable, args: tuple, kwargs: dict, policy: Po
     try:
         _, natural = eqx.filter_eval_shape(func, *args, **kwargs)
     except Exception as error:
+        why = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         warnings.warn(
-            f"the function cannot be traced at its own dtypes ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}), so its auxiliary output is returned in "
-            f"{dtype_name(policy.output)}, the policy's output dtype.",
+            f"the function cannot be traced at its own dtypes ({why}), so its auxiliary output is "
+            f"returned in {dtype_name(policy.output)}, the policy's output dtype.",
             stacklevel=2,
         )
         return cast_tree(aux, policy.output)

@@ -53,6 +53,20 @@ def test_a_kept_weak_type_does_not_follow_its_neighbors():
     assert add(jnp.ones(4), weak) == ("float16", False)
 
 
+@pytest.mark.parametrize("kept", ["inputs", "targets"])
+def test_one_array_given_twice_can_be_kept_once(kept: str):
+    """An autoencoder's input is its target."""
+    call = halfstep.cast_function(
+        lambda inputs, targets: {"inputs": inputs.dtype.name, "targets": targets.dtype.name},
+        "f16",
+        keep=(kept,),
+    )
+    x = jnp.ones(2)
+    seen = call(x, x)
+    assert seen.pop(kept) == "float32"
+    assert set(seen.values()) == {"float16"}
+
+
 def test_persistent_state_is_protected():
     """BatchNorm statistics by type and by name, on the way in and on the way out."""
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")

@@ -109,6 +109,27 @@ def test_sharded_parameters_keep_their_own_gradients(mesh):
 
 
 @tracked
+@pytest.mark.parametrize("bad", range(4))
+def test_a_bad_gradient_of_one_shards_own_parameter(mesh, check_vma: bool, bad: int):
+    """Nothing sums these gradients, so nothing but the agreement spreads the news."""
+
+    def step(w, x):
+        def local(w, x):
+            # Its own shard's loss; finite, because the bad factor meets only the cotangent.
+            return jnp.sum(w * x - jax.lax.stop_gradient(w * x))
+
+        verdict = halfstep.filter_value_and_grad(
+            local, DynamicLossScaling(2.0**4), policy="f16", axis_names="data"
+        )(w, x)[2]
+        flags = jnp.stack([verdict.finite, verdict.loss_finite])
+        return jax.lax.pcast(flags, "data", to="varying")[None] if check_vma else flags[None]
+
+    run = shard(mesh, step, (P("data"), P("data")), P("data"), check_vma)
+    out = run(jnp.ones(4), jnp.ones(4).at[bad].set(30000.0))
+    assert np.array_equal(out, [[False, True]] * 4)
+
+
+@tracked
 @pytest.mark.parametrize(("dtype", "expected"), [("f32", "f32"), ("bf16", "bf16"), (None, "f32")])
 def test_reduce_dtype_is_what_crosses(mesh, check_vma: bool, dtype, expected: str):
     def step(w, x):

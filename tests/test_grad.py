@@ -226,6 +226,16 @@ class TestAux:
             (_, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True)(jnp.ones(3))
         assert aux.dtype == jnp.float32
 
+    def test_a_function_that_refuses_its_own_dtypes_without_a_word(self):
+        def loss(w):
+            if w.dtype != jnp.bfloat16:
+                raise ValueError
+            return jnp.sum(w), w
+
+        with pytest.warns(UserWarning, match=r"at its own dtypes \(ValueError\), so its aux"):
+            (_, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True)(jnp.ones(3))
+        assert aux.dtype == jnp.float32
+
     def test_not_a_pair(self):
         with pytest.raises(TypeError, match=r"returns \(loss, aux\); got tuple of length 3"):
             halfstep.filter_grad(lambda w: (w, w, w), has_aux=True)(jnp.asarray(1.0))
