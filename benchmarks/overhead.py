@@ -6,6 +6,7 @@ a gate, so everything that makes a step safe counts as cost.
 """
 
 import functools
+import importlib.util
 import re
 import statistics
 import time
@@ -135,11 +136,9 @@ def variants() -> dict[str, tuple[Step, Callable[[], tuple[Any, Any]]]]:
         )
     except ImportError:
         print("mpx is not installed and left out: pip install mixed-precision-for-JAX")
-    try:
-        import jmp as _
-
+    if importlib.util.find_spec("jmp") is not None:
         made["jmp"] = (with_jmp, scale)
-    except ImportError:
+    else:
         print("jmp is not installed and left out: pip install jmp")
     return made
 

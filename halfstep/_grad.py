@@ -22,8 +22,10 @@ from halfstep._collective import (
 )
 from halfstep._formats import DTypeLike, at_least_float32, dtype_name, parse_dtype
 from halfstep._microbatch import accumulate
+from halfstep._paths import path_string
 from halfstep._policy import Policy, as_policy
 from halfstep._scaling import AbstractLossScaling, NoLossScaling
+from halfstep._state import is_state_node
 from halfstep._verdict import finite_flags, judge, unchecked
 
 
@@ -68,6 +70,20 @@ def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(result).__name__}{length}."
         )
     return result
+
+
+def _check_no_state(model: Any) -> None:
+    """Raise if the differentiated argument holds state, which is not what anybody trains."""
+    nodes = jtu.tree_flatten_with_path(model, is_leaf=is_state_node)[0]
+    state = [(path, node) for path, node in nodes if is_state_node(node)]
+    if state:
+        path, node = state[0]
+        raise TypeError(
+            "the first argument is what is differentiated, and it holds persistent state: "
+            f"{type(node).__name__} at `{path_string(path) or 'its root'}`. Pass state as another "
+            "argument and return its new value with has_aux=True; for an NNX module, use "
+            "halfstep.integrations.nnx.value_and_grad, or nnx.split it."
+        )
 
 
 def _restore_aux(aux: Any, func: Callable, args: tuple, kwargs: dict, policy: Policy) -> Any:
@@ -190,20 +206,28 @@ def filter_value_and_grad(
         raise ValueError("`carry` goes with has_aux=True and microbatches > 1.")
     rules = (*policy.keep, *keep)
 
-    def scaled_loss(model: Any, args: tuple, kwargs: dict) -> tuple[jax.Array, Any]:
-        cast_args, cast_kwargs = cast_arguments(
-            func, (model, *args), kwargs, policy.compute, keep=rules, float64=policy.casts_float64
-        )
-        loss, aux = _split_result(func(*cast_args, **cast_kwargs), has_aux)
+    @functools.partial(eqx.filter_value_and_grad, has_aux=True)
+    def differentiate(model: Any, args: tuple, kwargs: dict) -> tuple[jax.Array, Any]:
+        loss, aux = _split_result(func(model, *args, **kwargs), has_aux)
         loss = _to_float32(loss)
         return scaling.scale(loss), (loss, aux)
 
     def one_step(args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
-        # Marked as varying before the cast: JAX would else sum the cotangents over the mesh by
-        # itself, in the compute dtype, where finite shards can add up to infinity.
+        # Marked as varying: JAX would else sum the cotangents over the mesh by itself, in the
+        # compute dtype, where finite shards can add up to infinity.
         model = vary_tree(args[0], axes)
-        differentiate = eqx.filter_value_and_grad(scaled_loss, has_aux=True)
-        (_, (loss, aux)), grads = differentiate(model, args[1:], kwargs)
+        # Cast before, not inside, of what is differentiated: a cast has no derivative to trace.
+        (low_model, *low), low_kwargs = cast_arguments(
+            func,
+            (model, *args[1:]),
+            kwargs,
+            policy.compute,
+            keep=rules,
+            float64=policy.casts_float64,
+        )
+        (_, (loss, aux)), grads = differentiate(low_model, tuple(low), low_kwargs)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        grads = jtu.tree_map(lambda g, p: jax.lax.convert_element_type(g, p.dtype), grads, params)
         return loss, _restore_aux(aux, func, args, kwargs, policy), grads
 
     @functools.wraps(func)
@@ -213,6 +237,7 @@ def filter_value_and_grad(
                 "the gradient is taken with respect to the first positional argument, and there "
                 "is none: pass the model by position."
             )
+        _check_no_state(args[0])
         params = eqx.filter(args[0], eqx.is_inexact_array)
         if microbatches == 1:
             loss, aux, grads = one_step(args, kwargs)

@@ -107,11 +107,11 @@ def accumulate(
             )
         if chosen and _is_array(leaf):
             xs[index] = _split(leaf, path, microbatches)
-        elif _is_key(leaf) and leaf.ndim == 0 and roots[index] != call.names[0]:
+        elif _is_key(leaf) and leaf.ndim == 0 and roots[index] not in (call.names[0], carry):
             xs[index] = jax.random.split(leaf, microbatches)
     carried = [i for i, root in enumerate(roots) if root == carry and _is_array(whole[i])]
     if set(carried) & set(xs):
-        raise ValueError(f"carry={carry!r} is also split or a PRNG key; it can be only one.")
+        raise ValueError(f"carry={carry!r} is also split by `batch`; it can be only one.")
 
     def zeros(param: Any) -> Any:
         wide = jnp.zeros_like(param, dtype=at_least_float32(param.dtype))

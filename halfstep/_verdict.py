@@ -36,8 +36,10 @@ def _peak(leaf: Any) -> UInt32[Array, ""]:
     leaf = jnp.asarray(leaf)
     if leaf.dtype.itemsize > 4 or leaf.size == 0:
         return jnp.where(jnp.all(jnp.isfinite(leaf)), np.uint32(0), _INFINITY)
-    bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-    return jnp.max(bits + bits)  # Twice a number shifts its highest bit, the sign, out.
+    wide = jax.lax.convert_element_type(leaf, jnp.float32)
+    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
+    # Twice a number shifts its highest bit, the sign, out.
+    return jax.lax.reduce_max(jax.lax.add(bits, bits), tuple(range(bits.ndim)))
 
 
 def finite_flags(tree: Any) -> Bool[Array, " leaves"]:

@@ -283,6 +283,11 @@ class TestErrors:
         with pytest.raises(TypeError, match=message):
             halfstep.filter_grad(result)(jnp.ones(2))
 
+    def test_state_is_not_differentiated(self):
+        _, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")
+        with pytest.raises(TypeError, match=r"holds persistent state: State at `1`.*has_aux=True"):
+            halfstep.filter_grad(lambda both: 0.0)((jnp.ones(2), state))
+
     def test_no_argument(self):
         with pytest.raises(TypeError, match="pass the model by position"):
             halfstep.filter_grad(lambda w: jnp.sum(w))(w=jnp.ones(2))

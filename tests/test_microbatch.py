@@ -123,6 +123,21 @@ def test_carry_hands_state_from_one_microbatch_to_the_next(form: str):
         assert np.array_equal(aux["n"], [0, 1])
 
 
+def test_a_carried_key_is_handed_on_and_not_split():
+    def noisy(w, x, state):
+        key, draw = jax.random.split(state["key"])
+        return jnp.sum(w * x), {"state": {"key": key}, "draw": jax.random.bits(draw)}
+
+    (_, aux), *_ = halfstep.filter_value_and_grad(
+        noisy, has_aux=True, microbatches=2, batch=("x",), carry="state"
+    )(jnp.asarray(1.0), jnp.ones(4), {"key": jax.random.key(0)})
+    first, draw = jax.random.split(jax.random.key(0))
+    assert aux["draw"][0] == jax.random.bits(draw)
+    last, draw = jax.random.split(first)
+    assert aux["draw"][1] == jax.random.bits(draw)
+    assert (jax.random.key_data(aux["state"]["key"]) == jax.random.key_data(last)).all()
+
+
 def test_equinox_state_is_carried():
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, "batch", mode="ema")
 

@@ -204,7 +204,10 @@ def test_leaves_of_every_kind(other: str):
 def test_float64_is_cast_too():
     with jax.enable_x64(True):
         wide = jnp.ones(2, jnp.float64)
-        assert compat.get_policy("c=f16").cast_to_compute(wide).dtype == jnp.float16
+        policy = compat.get_policy("p=f32,c=f16,o=bf16")
+        assert policy.cast_to_param(wide).dtype == jnp.float32
+        assert policy.cast_to_compute(wide).dtype == jnp.float16
+        assert policy.cast_to_output(wide).dtype == jnp.bfloat16
         assert compat.cast_to_full(wide).dtype == jnp.float32
         assert compat.cast_to_half(wide).dtype == jnp.float16
         assert compat.get_policy("f64").cast_to_compute(jnp.ones(2, jnp.float32)).dtype == "float64"
@@ -277,8 +280,8 @@ def test_documented_no_op():
 
 def test_documented_constructor():
     scale: Any = compat.DynamicLossScale(compat.half_dtype()(2**15))
-    assert scale.loss_scale == 2**15
     assert scale.loss_scale.dtype == jnp.float32
+    assert scale.loss_scale == 2**15
     # jmp's adjust raises for it, and its scaled loss is a float16 infinity.
     assert scale.adjust(jnp.asarray(False)).loss_scale == 2**14
     assert scale.scale(jnp.float16(3.0)) == 3 * 2**15
@@ -322,9 +325,9 @@ def _through_file(scale: Any) -> Any:
 def test_every_field_survives(copy: Callable):
     dynamic = make_scale(min_loss_scale=jnp.asarray(2.0**11))
     copied = copy(dynamic)
-    assert type(copied) is compat.DynamicLossScale
     assert fields(copied) == fields(dynamic) == (2**12, 5, 7, 4, 2**11)
     assert copied.adjust(jnp.asarray(False)).loss_scale == 2**11  # jmp, after jit: 2**10.
+    assert type(copied) is compat.DynamicLossScale
     assert copy(compat.StaticLossScale(8.0)).loss_scale == 8
 
 

@@ -1,7 +1,7 @@
 """Every framework, every policy: what comes out is what the framework does, in mixed precision."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from jax.extend import core
 
 import halfstep
+from tests._jaxprs import equations
 from tests.conformance._frameworks import (
     BATCH,
     BY_NAME,
@@ -129,28 +129,15 @@ def distance(grads: Any, reference: Any) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
-def dtype_of(kind: Any) -> np.dtype:
-    return np.dtype(kind.dtype)
-
-
-def contractions(jaxpr: core.Jaxpr) -> Iterator[tuple[np.dtype, ...]]:
-    """The operand dtypes of every `dot_general`, wherever it is nested."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield tuple(dtype_of(operand.aval) for operand in equation.invars)
-        for parameter in jtu.tree_leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, core.ClosedJaxpr)
-        ):
-            inner = parameter.jaxpr if isinstance(parameter, core.ClosedJaxpr) else parameter
-            if isinstance(inner, core.Jaxpr):
-                yield from contractions(inner)
-
-
 @functools.cache
 def contraction_dtypes(name: str, policy: str) -> list[tuple[np.dtype, ...]]:
     step = functools.partial(BY_NAME[name].step, policy=policy, check_finite=True)
     jaxpr, _, _ = eqx.filter_make_jaxpr(step)(data(), *start(name, policy))
-    return list(contractions(jaxpr.jaxpr))
+    return [
+        tuple(operand.aval.dtype for operand in equation.invars)
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
 
 
 @every_policy
@@ -169,6 +156,25 @@ def test_dtypes_are_stable_and_nothing_is_traced_again(name: str, policy: str):
         assert report.loss.dtype == np.float32
     assert counts[0] == counts[-1]
     assert ledger.applied == 3
+
+
+@every_policy
+@every_row
+def test_statistics_are_never_narrowed(name: str, policy: str):
+    # Of 1 and 1 + 2**-13 float16 and bfloat16 make the same number; a running average, which
+    # forgets at most half of itself in a step, must still tell them apart.
+    shift = 2.0**-13
+    after = []
+    for value in (1.0, 1.0 + shift):
+        train, scaling, ledger = start(name, policy)
+        state = jtu.tree_map(
+            lambda x, value=value: jnp.full_like(x, value) if eqx.is_inexact_array(x) else x,
+            train.state,
+        )
+        batch = (data(), train._replace(state=state), scaling, ledger)
+        after.append(floats(compiled(name, policy).step(*batch)[0].state))
+    for low, high in zip(*after, strict=True):
+        assert (high - low >= shift / 2).all()
 
 
 @every_policy

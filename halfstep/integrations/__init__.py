@@ -1,0 +1,1 @@
+"""Optional frameworks: each module here needs its framework, and nothing else in halfstep does."""

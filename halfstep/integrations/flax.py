@@ -1,0 +1,91 @@
+"""Checkpoints by `flax.serialization`: importing this module registers halfstep's pytrees.
+
+```python
+import flax.serialization
+import halfstep
+import halfstep.integrations.flax
+
+state = {"scaling": halfstep.DynamicLossScaling(2**12), "ledger": halfstep.Ledger()}
+data = flax.serialization.to_bytes(state)
+target = {"scaling": halfstep.DynamicLossScaling(), "ledger": halfstep.Ledger()}
+restored = flax.serialization.from_bytes(target, data)
+assert restored["scaling"].loss_scaling == 2**12
+```
+
+Every field is saved, those that are no arrays too, and the saved value wins over the target's: a
+run continues with the period and the limits it was started with.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.serialization
+import jax.numpy as jnp
+
+from halfstep._ledger import Ledger
+from halfstep._scaling import DynamicLossScaling, NoLossScaling, StaticLossScaling
+from halfstep._verdict import Verdict
+
+
+def _where(name: str, owner: type) -> str:
+    return f"`{name}` of {owner.__name__} at `{flax.serialization.current_path()}`"
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    return repr(value) if dtype is None else f"{dtype}{list(shape or ())}"
+
+
+def _to_state_dict(node: Any) -> dict[str, Any]:
+    return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+
+
+def _restore_array(value: Any, target: Any, name: str, owner: type) -> Any:
+    if _describe(value) != _describe(target):
+        raise ValueError(
+            f"{_where(name, owner)} must be {_describe(target)}, as in the target; the saved one "
+            f"is {_describe(value)}. Restore into a target made the way the saved one was."
+        )
+    return None if value is None else jnp.asarray(value)
+
+
+def _restore_static(value: Any, target: Any, name: str, owner: type) -> Any:
+    kinds = (int, type(None)) if name == "limit" else (type(target),)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"{_where(name, owner)} must be {wanted}; the saved one is {_describe(value)}."
+        )
+    return value
+
+
+def _from_state_dict(target: Any, state: Any) -> Any:
+    owner = type(target)
+    fields = {field.name: field for field in dataclasses.fields(target)}
+    if not isinstance(state, dict) or set(state) != set(fields):
+        saved = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"{owner.__name__} at `{flax.serialization.current_path()}` needs exactly the fields "
+            f"{sorted(fields)}; saved are {saved}. Restore into a target of the type that was "
+            "saved."
+        )
+    restored = object.__new__(owner)
+    for name, field in fields.items():
+        restore = _restore_static if field.metadata.get("static", False) else _restore_array
+        value = restore(state[name], getattr(target, name), name, owner)
+        # Frozen, and its constructor takes other arguments than its fields.
+        object.__setattr__(restored, name, value)
+    return restored
+
+
+def _register(*owners: type) -> None:
+    for owner in owners:
+        # `override`: to import this module again, after a reload, is no mistake.
+        flax.serialization.register_serialization_state(
+            owner, _to_state_dict, _from_state_dict, override=True
+        )
+
+
+_register(DynamicLossScaling, StaticLossScaling, NoLossScaling, Ledger, Verdict)

@@ -1,0 +1,375 @@
+"""Gradients and updates of Flax NNX modules, which are changed in place.
+
+`halfstep.filter_value_and_grad` takes NNX modules that were split into pure state. This module
+takes the module itself, as `nnx.value_and_grad` and `nnx.Optimizer` do.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from flax import nnx
+
+from halfstep._arguments import argument_names
+from halfstep._gate import gated, select_tree
+from halfstep._grad import filter_value_and_grad
+from halfstep._policy import Policy
+from halfstep._scaling import AbstractLossScaling
+
+# Committed with skipped steps too: with the old counters the next step would draw the same dropout
+# mask again, and what a module sowed is there to be read after a bad step above all.
+_ALWAYS_COMMITTED = (nnx.RngState, nnx.Intermediate)
+
+Path = tuple[Any, ...]
+
+
+class _Kept(NamedTuple):
+    """The state of one call. A type of its own, so that no auxiliary output is taken for it."""
+
+    variables: Any
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _is_object(argument: Any) -> bool:
+    """Whether an argument can be changed in place: it has variables and is no pure state."""
+    nodes = jtu.tree_leaves(argument, is_leaf=_is_variable)
+    return not isinstance(argument, nnx.State) and any(map(_is_variable, nodes))
+
+
+def _is_kept(_path: Path, node: Any) -> bool:
+    return _is_variable(node) and not isinstance(node, nnx.Param)
+
+
+def _flat(state: Any) -> dict[Path, Any]:
+    return dict(nnx.to_flat_state(state))
+
+
+def _value(node: Any) -> Any:
+    return node.get_raw_value() if _is_variable(node) else node
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _keys_to_words(kept: Any) -> Any:
+    """Random keys as integers, which pass through the gradient like any other state."""
+    nodes = _flat(kept)
+    for path, node in nodes.items():
+        if _is_key(_value(node)):
+            nodes[path] = node.copy(jax.random.key_data(_value(node)))
+    return nnx.from_flat_state(nodes)
+
+
+def _words_to_keys(kept: Any, like: Any) -> Any:
+    """Undo `_keys_to_words`; `like` is the state before it."""
+    nodes, originals = _flat(kept), _flat(like)
+    for path, node in nodes.items():
+        key = _value(originals[path])
+        if _is_key(key):
+            words = _value(node)
+            nodes[path] = node.copy(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)))
+    return nnx.from_flat_state(nodes)
+
+
+def _unused(name: str, taken: Sequence[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+class _Call:
+    """One call of a function with NNX objects among its arguments, as a call of a pure function.
+
+    All objects are split together, the model first, so that what two of them share stays shared.
+    Their variables are of three kinds: `params` are differentiated; `kept` ones (statistics,
+    counters) keep their dtype and come back changed; `frozen` ones are cast and never come back.
+    """
+
+    def __init__(self, func: Callable, args: tuple, kwargs: Mapping[str, Any], wrt: Any):
+        if not args or not _is_object(args[0]):
+            got = f"got {type(args[0]).__name__}" if args else "there is none"
+            raise TypeError(
+                f"the first positional argument must be an NNX module with variables; {got}. "
+                "For pytrees and pure states use halfstep.filter_value_and_grad."
+            )
+        self.func = func
+        self.names = (*argument_names(func, len(args)), *kwargs)
+        positions = [n for n, value in enumerate(args) if _is_object(value)]
+        keywords = [name for name, value in kwargs.items() if _is_object(value)]
+        self.slots = (*positions, *keywords)
+        self.objects = (*(args[n] for n in positions), *(kwargs[name] for name in keywords))
+        # The objects' places stay, empty, so that path rules still find the function's own names.
+        self.args = tuple(None if n in positions else value for n, value in enumerate(args))
+        self.kwargs = {k: None if k in keywords else value for k, value in kwargs.items()}
+        is_wrt = nnx.filterlib.to_predicate(wrt)
+
+        def is_trained(path: Path, node: Any) -> bool:
+            # The filter sees the path below the model, as in `nnx.state(model, wrt)`.
+            return path[0] == 0 and is_wrt(path[1:], node)
+
+        self.graphdef, params, self.kept, self.frozen = nnx.split(
+            self.objects, is_trained, _is_kept, ...
+        )
+        if not _flat(params):
+            kinds = {type(node).__name__ for node in _flat(nnx.state(args[0])).values()}
+            raise ValueError(
+                "there is nothing to differentiate: the model has no variable that `wrt` selects. "
+                f"It has {', '.join(sorted(kinds))}; `wrt` is {wrt!r}."
+            )
+        self.params = params[0]
+
+    def run(self, params: Any, args: tuple, kwargs: dict, kept: Any, frozen: Any) -> tuple:
+        """The function's result, the kept variables as it left them, and those it created."""
+        trained = nnx.State({0: params})
+        objects = nnx.merge(self.graphdef, trained, kept, frozen, copy=True)
+        filled, keywords = list(args), dict(kwargs)
+        for slot, value in zip(self.slots, objects, strict=True):
+            if isinstance(slot, str):
+                keywords[slot] = value
+            else:
+                filled[slot] = value
+        result = self.func(*filled, **keywords)
+        after = _flat(nnx.state(objects))
+        constant, known = {**_flat(trained), **_flat(frozen)}, _flat(kept)
+        for path in (*constant, *known):
+            if path not in after:
+                raise ValueError(
+                    f"the function removed `{self._name(path)}`; a step must leave every variable "
+                    "in its place."
+                )
+        for path, node in constant.items():
+            if _value(after[path]) is not _value(node):
+                warnings.warn(
+                    f"the function assigns to `{self._name(path)}`, which is a parameter or no "
+                    "variable. The assignment is lost after the call: parameters change by the "
+                    "optimizer only. State belongs in an nnx.Variable.",
+                    stacklevel=2,
+                )
+        created = {p: node for p, node in after.items() if p not in constant and p not in known}
+        same = {path: after[path] for path in known}
+        return result, nnx.from_flat_state(same), nnx.from_flat_state(created)
+
+    def _name(self, path: Path) -> str:
+        slot = self.slots[path[0]]
+        root = slot if isinstance(slot, str) else self.names[slot]
+        return "/".join(map(str, (root, *path[1:])))
+
+    def commit(self, finite: Any, kept: Any, created: Any) -> None:
+        """Write what the function left behind into the objects: statistics if `finite` only."""
+        old, new = _flat(self.kept), _flat(kept)
+        for path, node in new.items():
+            if not isinstance(node, _ALWAYS_COMMITTED):
+                value = select_tree(finite, _value(node), _value(old[path]))
+                new[path] = node.copy(value)
+        nnx.update(self.objects, nnx.from_flat_state({**new, **_flat(created)}))
+
+
+def value_and_grad(
+    func: Callable,
+    scaling: AbstractLossScaling | None = None,
+    *,
+    policy: Policy | str = "bf16",
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
+    microbatches: int = 1,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Like `nnx.value_and_grad`, in mixed precision and with loss scaling.
+
+    The model's parameters and the other floating-point arguments enter `func` in the policy's
+    compute dtype. Variables that are no `nnx.Param` (batch statistics, caches, random state) keep
+    their dtype, and what `func` does to them is written into the module: random state always, so
+    that the step after a skipped one draws other numbers; everything else only if the step is
+    finite. Other NNX objects among the arguments, such as `nnx.Rngs`, are treated the same way.
+
+    Args:
+        func: A function whose first argument is an NNX module and which returns a scalar loss, or
+            `(loss, aux)` with `has_aux`.
+        scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
+        policy: A `Policy` or its text.
+        has_aux: Whether `func` returns an auxiliary output.
+        wrt: An NNX filter: which variables of the first argument are differentiated.
+        microbatches: In how many turns the batch is processed. Each hands the module's statistics
+            and random state to the next.
+        **options: Those of `halfstep.filter_value_and_grad` but `carry`: `keep`, `check_finite`,
+            `batch`, `axis_names`, ... A path rule for a parameter is `"model/norm/scale"`, with
+            the name that `func` gives its first argument.
+
+    Returns:
+        A function of the same arguments that returns `(value, scaling, finite, grads)`, where
+        `value` is the loss, or `(loss, aux)`; `grads` is an `nnx.State`, and
+        `finite.where(grads)` names the leaf that is not finite.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+        import optax
+        from flax import nnx
+        from halfstep.integrations import nnx as mixed
+
+
+        def loss(model, x, y):
+            return jnp.mean((model(x) - y) ** 2)
+
+
+        @nnx.jit
+        def step(model, optimizer, scaling, x, y):
+            value, scaling, finite, grads = mixed.value_and_grad(loss, scaling, policy="f16")(
+                model, x, y
+            )
+            mixed.optimizer_update(optimizer, model, grads, finite)
+            return value, scaling, finite
+
+
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        scaling = halfstep.DynamicLossScaling()
+        x, y = jnp.ones((8, 4)), jnp.zeros((8, 2))
+        value, scaling, finite = step(model, optimizer, scaling, x, y)
+        assert finite
+        assert model.kernel.dtype == jnp.float32
+        ```
+    """
+    if "carry" in options:
+        raise TypeError(
+            "`carry` is not an option here: an NNX module's state is handed from microbatch to "
+            "microbatch by itself."
+        )
+    # Here only for its checks, so that a mistake is reported where it is written.
+    filter_value_and_grad(
+        func, scaling, policy=policy, has_aux=has_aux, microbatches=microbatches, **options
+    )
+
+    @functools.wraps(func)
+    def with_objects(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        call = _Call(func, args, kwargs, wrt)
+        state_name = _unused(f"{call.names[0]}_state", call.names)
+        frozen_name = _unused(f"{call.names[0]}_frozen", call.names)
+
+        @functools.wraps(func)
+        def pure(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            kept = _words_to_keys(kwargs.pop(state_name).variables, call.kept)
+            frozen = kwargs.pop(frozen_name)
+            result, kept, created = call.run(params, (None, *args), kwargs, kept, frozen)
+            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                raise TypeError(
+                    "with has_aux=True the function returns (loss, aux); got "
+                    f"{type(result).__name__}."
+                )
+            loss, aux = result if has_aux else (result, None)
+            return loss, (_Kept(_keys_to_words(kept)), created, aux)
+
+        gradient = filter_value_and_grad(
+            pure,
+            scaling,
+            policy=policy,
+            has_aux=True,
+            microbatches=microbatches,
+            carry=state_name if microbatches > 1 else None,
+            **options,
+        )
+        # As words: the core would split a key among the microbatches, and this one is state.
+        state = {state_name: _Kept(_keys_to_words(call.kept)), frozen_name: call.frozen}
+        (loss, (kept, created, aux)), adjusted, finite, grads = gradient(
+            call.params, *call.args[1:], **call.kwargs, **state
+        )
+        call.commit(finite, _words_to_keys(kept.variables, call.kept), created)
+        return (loss, aux) if has_aux else loss, adjusted, finite, grads
+
+    return with_objects
+
+
+def grad(
+    func: Callable, scaling: AbstractLossScaling | None = None, **options: Any
+) -> Callable[..., tuple]:
+    """Like `nnx.grad`, in mixed precision and with loss scaling.
+
+    Args:
+        func: A function whose first argument is an NNX module and which returns a scalar loss, or
+            `(loss, aux)` with `has_aux=True`.
+        scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
+        **options: Those of `value_and_grad`.
+
+    Returns:
+        A function of the same arguments that returns `(scaling, finite, grads)`, or
+        `(scaling, finite, grads, aux)` with `has_aux=True`.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from flax import nnx
+        from halfstep.integrations import nnx as mixed
+
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        gradient = mixed.grad(lambda model, x: jnp.mean(model(x) ** 2), policy="bf16")
+        scaling, finite, grads = gradient(model, jnp.ones((8, 4)))
+        assert grads["kernel"].dtype == jnp.float32
+        ```
+    """
+    with_value = value_and_grad(func, scaling, **options)
+    has_aux = options.get("has_aux", False)
+
+    @functools.wraps(func)
+    def without_value(*args: Any, **kwargs: Any) -> tuple:
+        value, adjusted, finite, grads = with_value(*args, **kwargs)
+        return (adjusted, finite, grads, value[1]) if has_aux else (adjusted, finite, grads)
+
+    return without_value
+
+
+def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwargs: Any) -> None:
+    """`optimizer.update(model, grads)` in place if the gradients are finite, else nothing.
+
+    With finite gradients the model and the optimizer are what `nnx.Optimizer.update` makes of
+    them, bit for bit. The optimizer's own step counter does not count a skipped step.
+
+    Args:
+        optimizer: An `nnx.Optimizer`.
+        model: The module it was made for.
+        grads: Gradients as `value_and_grad` returns them.
+        finite: The verdict `value_and_grad` returns, or a boolean scalar. A verdict that was not
+            checked compiles no gate: it is the bare update.
+        **kwargs: Passed to `optimizer.update`, such as `value` for optimizers that need the loss.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from flax import nnx
+        from halfstep.integrations import nnx as mixed
+
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones(4)) ** 2))(model)
+        mixed.optimizer_update(optimizer, model, grads, jnp.asarray(False))
+        assert optimizer.step[...] == 0
+        ```
+    """
+    if isinstance(optimizer, nnx.ModelAndOptimizer) or not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            "required an nnx.Optimizer, which is separate from its model; got "
+            f"{type(optimizer).__name__}. Write nnx.Optimizer(model, tx, wrt=nnx.Param); for an "
+            "Optax optimizer on pure state use halfstep.optimizer_update."
+        )
+    model_def, params, rest = nnx.split(model, optimizer.wrt, ...)
+    optimizer_def, optimizer_state = nnx.split(optimizer)
+
+    def commit(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        # Fresh objects: those of the caller cannot be changed inside of the gate's own trace.
+        inner_model = nnx.merge(model_def, state[0], rest, copy=True)
+        inner_optimizer = nnx.merge(optimizer_def, state[1], copy=True)
+        inner_optimizer.update(inner_model, grads, **kwargs)
+        return nnx.state(inner_model, optimizer.wrt), nnx.state(inner_optimizer)
+
+    params, optimizer_state = gated(finite, commit, (params, optimizer_state))
+    nnx.update(model, params)
+    nnx.update(optimizer, optimizer_state)
