@@ -25,6 +25,7 @@ from benchmarks._report import parser, report, table, write
 from benchmarks._vit import ViT, loss
 
 MODULE = "benchmarks.overhead"
+MODEL = {"width": 128, "hidden": 384, "heads": 4, "blocks": 2}
 OPTIMIZER = optax.adamw(1e-3)
 REFERENCE = "by hand, no gate"
 Step = Callable[..., Any]
@@ -116,7 +117,7 @@ def variants() -> dict[str, tuple[Step, Callable[[], tuple[Any, Any]]]]:
     """Each step, and the scaling and counter state it begins with."""
     scale = lambda: (jnp.float32(2.0**10), jnp.int32(0))  # noqa: E731
     ours = lambda: (halfstep.DynamicLossScaling(2.0**10), halfstep.Ledger())  # noqa: E731
-    made = {
+    made: dict[str, tuple[Step, Callable[[], tuple[Any, Any]]]] = {
         f"by hand, {'no gate' if gate == 'none' else gate}": (
             functools.partial(by_hand, gate),
             scale,
@@ -148,14 +149,16 @@ def instructions(text: str) -> int:
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.MULTILINE))
 
 
-def measure(*, rounds: int, batch: int, options: dict[str, int]) -> list[dict[str, Any]]:
+def measure(
+    *, rounds: int, batch: int, options: dict[str, int], only: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """One row for each variant: exact figures of its program and its interleaved time ratio."""
     key = jax.random.key(0)
     params, static = eqx.partition(ViT(**options, key=key), eqx.is_inexact_array)
     x, y = jax.random.normal(key, (batch, 32, 32, 3)), jnp.arange(batch)
     state = OPTIMIZER.init(params)
     rows, programs, carried = [], {}, {}
-    chosen = variants()
+    chosen = {name: made for name, made in variants().items() if not only or name in only}
     for name, (step, begin) in tqdm(chosen.items(), desc="compile", unit="step"):
         carried[name] = jax.tree.map(jnp.copy, (params, state, *begin()))
         jitted = jax.jit(functools.partial(step, static=static), donate_argnums=(0, 1, 2, 3))
@@ -189,7 +192,8 @@ def measure(*, rounds: int, batch: int, options: dict[str, int]) -> list[dict[st
         ratio = [a / b for a, b in zip(times[row["step"]], times[REFERENCE], strict=True)]
         row["instruction_ratio"] = round(row["instructions"] / base["instructions"], 3)
         row["temporary_ratio"] = round(row["temporaries"] / base["temporaries"], 4)
-        row["time_ratio"] = round(statistics.median(ratio[rounds // 10 :]), 3)
+        if rounds:
+            row["time_ratio"] = round(statistics.median(ratio[rounds // 10 :]), 3)
     return rows
 
 
@@ -207,14 +211,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parser(MODULE, __doc__ or "")
     arguments.add_argument("--rounds", type=int, default=200, help="interleaved timed runs of each")
     arguments.add_argument("--batch", type=int, default=16)
-    arguments.add_argument("--width", type=int, default=128)
     parsed = arguments.parse_args(argv)
-    options = {"width": parsed.width, "hidden": 3 * parsed.width, "heads": 4, "blocks": 2}
-    rows = measure(rounds=parsed.rounds, batch=parsed.batch, options=options)
+    rows = measure(rounds=parsed.rounds, batch=parsed.batch, options=MODEL)
     results = report(
         MODULE,
         {
-            "model": {"kind": "ViT", "image": 32, "patch": 4, "batch": parsed.batch, **options},
+            "model": {"kind": "ViT", "image": 32, "patch": 4, "batch": parsed.batch, **MODEL},
             "policy": "f16",
             "optimizer": "adamw",
             "reference": REFERENCE,

@@ -207,7 +207,8 @@ def filter_value_and_grad(
     rules = (*policy.keep, *keep)
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)
-    def differentiate(model: Any, args: tuple, kwargs: dict) -> tuple[jax.Array, Any]:
+    def differentiate(params: Any, static: Any, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        model = eqx.combine(params, static)
         loss, aux = _split_result(func(model, *args, **kwargs), has_aux)
         loss = _to_float32(loss)
         return scaling.scale(loss), (loss, aux)
@@ -225,8 +226,10 @@ def filter_value_and_grad(
             keep=rules,
             float64=policy.casts_float64,
         )
-        (_, (loss, aux)), grads = differentiate(low_model, tuple(low), low_kwargs)
-        params = eqx.filter(model, eqx.is_inexact_array)
+        trained = jtu.tree_map(eqx.is_inexact_array, model)
+        low_params, static = eqx.partition(low_model, trained)
+        (_, (loss, aux)), grads = differentiate(low_params, static, tuple(low), low_kwargs)
+        params = eqx.filter(model, trained)
         grads = jtu.tree_map(lambda g, p: jax.lax.convert_element_type(g, p.dtype), grads, params)
         return loss, _restore_aux(aux, func, args, kwargs, policy), grads
 
@@ -238,7 +241,10 @@ def filter_value_and_grad(
                 "is none: pass the model by position."
             )
         _check_no_state(args[0])
-        params = eqx.filter(args[0], eqx.is_inexact_array)
+        # NumPy arrays become JAX's here: Equinox does not know NumPy's bfloat16 as inexact.
+        params, static = eqx.partition(args[0], eqx.is_inexact_array)
+        params = jtu.tree_map(jnp.asarray, params)
+        args = (eqx.combine(params, static), *args[1:])
         if microbatches == 1:
             loss, aux, grads = one_step(args, kwargs)
         else:

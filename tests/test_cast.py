@@ -1,6 +1,7 @@
 """Casting functions: what goes in, what comes out, what is protected."""
 
 import collections
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -128,7 +129,7 @@ class TestForceFullPrecision:
         assert jax.tree.structure(full) != jax.tree.structure(norm)
         assert len(jax.tree.leaves(full)) == len(jax.tree.leaves(norm))
         # In a float16 model its parameters are float16, and still it computes in float32.
-        cast = halfstep.cast_to_float16(full)
+        cast: Any = halfstep.cast_to_float16(full)
         x = jnp.arange(4, dtype=jnp.float16) * 400
         out = cast(x)
         assert out.dtype == jnp.float16
@@ -152,7 +153,7 @@ class TestForceFullPrecision:
                 assert self.weight.dtype == x.dtype == jnp.float32
                 return self.weight * x
 
-        layer = halfstep.cast_to_float16(Layer(jnp.ones(2)))
+        layer: Any = halfstep.cast_to_float16(Layer(jnp.ones(2)))
         assert layer(jnp.ones(2, jnp.float16)).dtype == jnp.float16
 
     def test_errors(self):

@@ -39,11 +39,11 @@ def test_the_documented_order_bit_for_bit(policy: str, reduction, getkey):
         )
     )(w, batch)
     one = jax.jit(halfstep.filter_value_and_grad(loss, scaling, policy=policy))
-    total, value_sum = jnp.zeros(3), None
+    total, value_sum = jnp.zeros(3), jnp.zeros(())
     for i in range(N):
         part_value, _, _, part = one(w, {k: v[i::N] for k, v in batch.items()})
         total = total + part * float(scaling.loss_scaling)  # exact: a power of two
-        value_sum = part_value if value_sum is None else value_sum + part_value
+        value_sum = value_sum + part_value
     divisor = N if reduction == "mean" else 1
     assert np.array_equal(grads, total / float(scaling.loss_scaling) / divisor)
     assert value == value_sum / divisor

@@ -5,6 +5,7 @@ expected failures that name what will turn them.
 """
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -166,9 +167,9 @@ def test_shards_do_not_diverge(mesh: jax.sharding.Mesh):
 class TestBatchNormState:
     """Equinox here; every framework in `test_frameworks.py`."""
 
-    def run(self, policy: str, steps: int, x, *, mode="batch", wrap=lambda norm: norm):
+    def run(self, policy: str, steps: int, x, *, mode: Any = "batch", wrap=lambda norm: norm):
         norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", momentum=0.9, mode=mode)
-        index = norm.batch_state_index if mode == "batch" else norm.ema_state_index
+        index: Any = norm.batch_state_index if mode == "batch" else norm.ema_state_index
         traces = []
 
         def loss(norm, state, x):
@@ -295,4 +296,5 @@ class TestDonation:
         other = donated(*other, jnp.ones((2, 4)))
         assert int(mine[3].applied) == 3
         assert int(other[3].applied) == 1
-        assert eqx.filter_jit(step).lower(*fresh(), jnp.ones((2, 4))).compile() is not None
+        plain: Any = eqx.filter_jit(step)
+        assert plain.lower(*fresh(), jnp.ones((2, 4))).compile() is not None
