@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from flax import nnx
 
@@ -55,27 +53,12 @@ def _value(node: Any) -> Any:
     return node.get_raw_value() if _is_variable(node) else node
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _keys_to_words(kept: Any) -> Any:
-    """Random keys as integers, which pass through the gradient like any other state."""
-    nodes = _flat(kept)
+def _filled(state: Any, values: Any) -> Any:
+    """A state of the same variables with other values, given as nested dictionaries."""
+    nodes = _flat(state)
     for path, node in nodes.items():
-        if _is_key(_value(node)):
-            nodes[path] = node.copy(jax.random.key_data(_value(node)))
-    return nnx.from_flat_state(nodes)
-
-
-def _words_to_keys(kept: Any, like: Any) -> Any:
-    """Undo `_keys_to_words`; `like` is the state before it."""
-    nodes, originals = _flat(kept), _flat(like)
-    for path, node in nodes.items():
-        key = _value(originals[path])
-        if _is_key(key):
-            words = _value(node)
-            nodes[path] = node.copy(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)))
+        value = functools.reduce(lambda tree, key: tree[key], path, values)
+        nodes[path] = node.copy(value) if _is_variable(node) else value
     return nnx.from_flat_state(nodes)
 
 
@@ -257,16 +240,16 @@ def value_and_grad(
 
         @functools.wraps(func)
         def pure(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            kept = _words_to_keys(kwargs.pop(state_name).variables, call.kept)
-            frozen = kwargs.pop(frozen_name)
-            result, kept, created = call.run(params, (None, *args), kwargs, kept, frozen)
+            kept, frozen = kwargs.pop(state_name).variables, kwargs.pop(frozen_name)
+            trained = _filled(call.params, params)
+            result, kept, created = call.run(trained, (None, *args), kwargs, kept, frozen)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(
                     "with has_aux=True the function returns (loss, aux); got "
                     f"{type(result).__name__}."
                 )
             loss, aux = result if has_aux else (result, None)
-            return loss, (_Kept(_keys_to_words(kept)), created, aux)
+            return loss, (_Kept(kept), created, aux)
 
         gradient = filter_value_and_grad(
             pure,
@@ -277,12 +260,13 @@ def value_and_grad(
             carry=state_name if microbatches > 1 else None,
             **options,
         )
-        # As words: the core would split a key among the microbatches, and this one is state.
-        state = {state_name: _Kept(_keys_to_words(call.kept)), frozen_name: call.frozen}
+        state = {state_name: _Kept(call.kept), frozen_name: call.frozen}
+        # As plain values: whatever `wrt` selects is trained, and so cast, though its type be state.
         (loss, (kept, created, aux)), adjusted, finite, grads = gradient(
-            call.params, *call.args[1:], **call.kwargs, **state
+            nnx.to_pure_dict(call.params), *call.args[1:], **call.kwargs, **state
         )
-        call.commit(finite, _words_to_keys(kept.variables, call.kept), created)
+        call.commit(finite, kept.variables, created)
+        grads = _filled(call.params, grads)
         return (loss, aux) if has_aux else loss, adjusted, finite, grads
 
     return with_objects

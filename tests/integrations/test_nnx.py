@@ -400,6 +400,30 @@ def test_optimizer_update_passes_keywords():
     assert optimizer.step[...] == 1
 
 
+class Trained(nnx.Variable):
+    """A variable that is no `nnx.Param`."""
+
+
+@pytest.mark.parametrize("policy", ["f32", "bf16"])
+def test_any_variable_can_be_trained(policy: str):
+    """What `wrt` selects is differentiated and cast, whatever its type."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weight, self.other = Trained(jnp.ones(2)), nnx.Param(jnp.ones(2))
+
+    def look(model, x):
+        assert model.weight.dtype == x.dtype
+        return jnp.sum(model.weight[...] * x * model.other[...])
+
+    _, _, _, grads = mixed.value_and_grad(look, policy=policy, wrt=Trained)(
+        Model(), jnp.arange(2.0)
+    )
+    assert set(grads) == {"weight"}
+    assert isinstance(grads["weight"], Trained)
+    assert np.array_equal(grads["weight"][...], [0, 1])
+
+
 def test_errors_say_what_to_type():
     model = make()
     with pytest.raises(TypeError, match="NNX module with variables; got dict"):
