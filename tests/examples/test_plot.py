@@ -24,6 +24,9 @@ def test_smooth_is_a_centered_mean():
     rows = np.array([[0.0, 3.0, 6.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     assert smooth(rows, 3).tolist() == [[1.5, 3, 3, 3], [1, 1, 1, 1]]
     assert smooth(rows, 1).tolist() == rows.tolist()
+    bad = np.array([[1.0, np.inf, 3.0, np.nan, 5.0]])
+    np.testing.assert_array_equal(smooth(bad, 3), [[1, 2, 3, 4, 5]])
+    np.testing.assert_array_equal(smooth(bad, 1), [[1, np.nan, 3, np.nan, 5]])
 
 
 def test_a_picture_without_any_loss_scale(tmp_path: pathlib.Path):
