@@ -26,7 +26,7 @@ from halfstep._paths import path_string
 from halfstep._policy import Policy, as_policy
 from halfstep._scaling import AbstractLossScaling, NoLossScaling
 from halfstep._state import is_state_node
-from halfstep._verdict import finite_flags, judge, unchecked
+from halfstep._verdict import finite_flags, judge, magnitudes, unchecked
 
 
 def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
@@ -259,12 +259,14 @@ def filter_value_and_grad(
         if axes:
             loss = reduce_value(loss, axes, axis_reduction)
             grads = reduce_gradients(grads, params, axes, wire, axis_reduction)
+        # Judged by what they will be when unscaled, and read before: narrower, and once less.
+        sizes = scaling.unscale(magnitudes(grads)) if checks else None
         grads = scaling.unscale(grads)
         if microbatches > 1 and microbatch_reduction == "mean":
             loss, grads = jtu.tree_map(lambda x: x / microbatches, (loss, grads))
         verdict, adjusted = unchecked(), scaling
-        if checks:
-            verdict = judge(agree(finite_flags((grads, loss)), axes))
+        if sizes is not None:
+            verdict = judge(agree(finite_flags(sizes, loss), axes))
             adjusted = scaling.adjust(verdict)
         elif scaling.checks_finite:
             adjusted = scaling.adjust(verdict)

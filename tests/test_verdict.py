@@ -10,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, StaticLossScaling, Verdict
-from halfstep._verdict import finite_flags, judge
+from halfstep._verdict import finite_flags, judge, magnitudes
 
 
 def loss(params, x):
@@ -98,6 +98,29 @@ def test_dynamic_scaling_cannot_go_unchecked():
         )
 
 
+def test_a_gradient_that_only_unscaling_makes_infinite():
+    """A scale below one divides by less than one: 1e38 in, infinity out."""
+    scaling = DynamicLossScaling(2.0**-8, 2.0**-8)
+    _, finite, grads = halfstep.filter_grad(
+        lambda w: jnp.sum(w * jnp.float32(3e38)), scaling, policy="f32"
+    )(jnp.full(2, 1e-30))
+    assert bool(jnp.isfinite(grads).all())
+    assert finite
+    _, finite, grads = halfstep.filter_grad(
+        lambda w: jnp.sum(w * jnp.float32(3e38) * jnp.float32(64)), scaling, policy="f32"
+    )(jnp.full(2, 1e-30))
+    assert not bool(jnp.isfinite(grads).all())
+    assert not finite
+    assert bool(finite.loss_finite)
+
+
+def test_magnitudes():
+    tree = [jnp.asarray([-3.0, 2.0]), jnp.ones(0), jnp.asarray([1j]), jnp.arange(3), "text"]
+    assert np.array_equal(magnitudes(tree), [3, 0, 0])
+    assert np.isinf(magnitudes([jnp.asarray([complex(0, np.inf)])])[0])
+    assert np.isnan(magnitudes([jnp.asarray([np.nan, 9.0], jnp.float16)])[0])
+
+
 def test_boolean_algebra():
     true, false = (Verdict(jnp.asarray(v), jnp.asarray(v), jnp.asarray(-1)) for v in (True, False))
     assert bool(~false)
@@ -132,8 +155,9 @@ def test_all_finite_is_global_on_sharded_arrays(mesh: jax.sharding.Mesh):
 def test_ten_thousand_leaves():
     """The verdict of a tree of this size is one small program, with one flag a leaf."""
     tree = [jax.ShapeDtypeStruct((), jnp.float32)] * 10_000
-    jaxpr = jax.make_jaxpr(lambda tree: judge(finite_flags((tree, jnp.ones(())))))(tree)
-    assert sum(str(eqn.primitive) == "reduce_max" for eqn in jaxpr.eqns) == 10_001
+    loss = jnp.ones(())
+    jaxpr = jax.make_jaxpr(lambda tree: judge(finite_flags(magnitudes(tree), loss)))(tree)
+    assert sum(str(eqn.primitive) == "reduce_max" for eqn in jaxpr.eqns) == 10_000
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2", "complex64"])

@@ -97,7 +97,9 @@ def test_idx_errors(tmp_path: pathlib.Path, content: bytes, message: str):
         read_idx(path)
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(bytes(1000))[:-12]])
+@pytest.mark.parametrize(
+    "content", [b"not gzip", gzip.compress(bytes(1000), mtime=0)[:-12]], ids=["none", "truncated"]
+)
 def test_idx_broken_gzip(tmp_path: pathlib.Path, content: bytes):
     path = tmp_path / "file.gz"
     path.write_bytes(content)
