@@ -62,7 +62,7 @@ class State(eqx.Module):
 
     model: ViT
     optimizer_state: Any
-    scaling: halfstep.DynamicLossScaling | halfstep.NoLossScaling
+    scaling: halfstep.AbstractLossScaling
     ledger: halfstep.Ledger
 
 

@@ -262,7 +262,8 @@ def force_full_precision(func: Any = None, return_dtype: DTypeLike | None = None
     Args:
         func: The function or module. Without it a decorator is returned.
         return_dtype: What the results are cast to; `None` means the dtype the arguments had, so
-            a float16 model stays float16 around it.
+            a float16 model stays float16 around it. For a loss write `"f32"`: back in float16, a
+            loss scale above 65504 would be infinite on its way through it.
 
     Returns:
         The function; for an Equinox module, a module (and so a pytree with the same leaves).

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax.core import Tracer
 
+from halfstep._leaves import is_array
 from halfstep._ledger import Ledger
 from halfstep._paths import path_string
 from halfstep._verdict import as_predicate
@@ -17,10 +17,6 @@ from halfstep._verdict import as_predicate
 T = TypeVar("T")
 
 Gate = Literal["loop", "cond", "select"]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def select_tree(finite: Any, on_true: T, on_false: T) -> T:
@@ -49,7 +45,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
     _check_same(on_false, on_true, "select_tree", "the other tree")
 
     def select(new: Any, old: Any) -> Any:
-        if not _is_array(new) or new is old:
+        if not is_array(new) or new is old:
             return new
         return jax.lax.select(jnp.asarray(predicate), jnp.asarray(new), jnp.asarray(old))
 
@@ -57,7 +53,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
 
 
 def _describe(leaf: Any) -> str:
-    if _is_array(leaf):
+    if is_array(leaf):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     return repr(leaf)
 
@@ -74,10 +70,10 @@ def _check_same(old: Any, new: Any, who: str, what: str) -> None:
     for (path, before), after in zip(
         jtu.tree_flatten_with_path(old)[0], jtu.tree_leaves(new), strict=True
     ):
-        if _is_array(before) and _is_array(after):
+        if is_array(before) and is_array(after):
             same = before.dtype == after.dtype and before.shape == after.shape
         else:
-            same = before is after or (not _is_array(after) and bool(before == after))
+            same = before is after or (not is_array(after) and bool(before == after))
         if not same:
             raise TypeError(
                 f"{who} needs {what} to keep its dtypes and shapes, so that a skipped step leaves "
@@ -99,13 +95,13 @@ def gated(finite: Any, commit: Callable[[T], T], state: T, *, gate: Gate = "loop
         return commit(state) if bool(predicate) else state
     if gate == "select":
         return select_tree(predicate, commit(state), state)
-    dynamic, static = eqx.partition(state, _is_array)
+    dynamic, static = eqx.partition(state, is_array)
     dynamic = jtu.tree_map(jnp.asarray, dynamic)
 
     def committed(dynamic: Any) -> Any:
         new = commit(eqx.combine(dynamic, static))
         _check_same(eqx.combine(dynamic, static), new, "a transaction", "the committed state")
-        return jtu.tree_map(jnp.asarray, eqx.partition(new, _is_array)[0])
+        return jtu.tree_map(jnp.asarray, eqx.partition(new, is_array)[0])
 
     if gate == "cond":
         dynamic = jax.lax.cond(predicate, committed, lambda dynamic: dynamic, dynamic)

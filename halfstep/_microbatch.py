@@ -8,22 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
 from halfstep._arguments import Arguments
 from halfstep._collective import vary, varying_axes
 from halfstep._formats import at_least_float32
+from halfstep._leaves import is_array, is_key
 
 # (args, kwargs) -> (loss, aux, gradients), for one microbatch.
 Step = Callable[[tuple, dict], tuple[Any, Any, Any]]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _split(leaf: Any, path: str, n: int) -> Any:
@@ -105,11 +97,11 @@ def accumulate(
                 f"batch={tuple(batch)!r} selects `{path}`, which belongs to the first argument: "
                 "what is differentiated cannot be split."
             )
-        if chosen and _is_array(leaf):
+        if chosen and is_array(leaf):
             xs[index] = _split(leaf, path, microbatches)
-        elif _is_key(leaf) and leaf.ndim == 0 and roots[index] not in (call.names[0], carry):
+        elif is_key(leaf) and leaf.ndim == 0 and roots[index] not in (call.names[0], carry):
             xs[index] = jax.random.split(leaf, microbatches)
-    carried = [i for i, root in enumerate(roots) if root == carry and _is_array(whole[i])]
+    carried = [i for i, root in enumerate(roots) if root == carry and is_array(whole[i])]
     if set(carried) & set(xs):
         raise ValueError(f"carry={carry!r} is also split by `batch`; it can be only one.")
 
@@ -131,9 +123,9 @@ def accumulate(
             value = dict(zip(call.names, (*args, *kwargs.values()), strict=True))[carry]
             traced["get"] = _finder(aux, jtu.tree_structure(value), carry)
             traced["value"] = traced["get"](aux)
-            state = [leaf for leaf in jtu.tree_leaves(traced["value"]) if _is_array(leaf)]
+            state = [leaf for leaf in jtu.tree_leaves(traced["value"]) if is_array(leaf)]
         total = jtu.tree_map(lambda a, g: a + g.astype(a.dtype), total, grads)
-        arrays, traced["static"] = eqx.partition(aux, _is_array)
+        arrays, traced["static"] = eqx.partition(aux, is_array)
         return (total, state), (loss, arrays)
 
     first = (jtu.tree_map(zeros, params), [jnp.asarray(whole[index]) for index in carried])
@@ -141,6 +133,6 @@ def accumulate(
     aux = eqx.combine(arrays, traced["static"])
     if carry is not None:
         values = iter(state)
-        last = jtu.tree_map(lambda x: next(values) if _is_array(x) else x, traced["value"])
+        last = jtu.tree_map(lambda x: next(values) if is_array(x) else x, traced["value"])
         aux = eqx.tree_at(traced["get"], aux, last)
     return functools.reduce(jnp.add, losses), aux, grads

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from halfstep._formats import at_least_float32
+from halfstep._leaves import is_inexact
 from halfstep._verdict import as_predicate
 
 T = TypeVar("T")
@@ -33,17 +34,11 @@ def _power_of_two(value: Any, name: str) -> float:
     return number
 
 
-def _is_inexact(leaf: Any) -> bool:
-    if isinstance(leaf, float | complex):
-        return True
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def _multiply(tree: T, factor: Array) -> T:
     """Multiply the inexact leaves in at least float32, the format in which a scale is exact."""
 
     def multiply(leaf: Any) -> Any:
-        if not _is_inexact(leaf):
+        if not is_inexact(leaf):
             return leaf
         leaf = jnp.asarray(leaf)
         wide = at_least_float32(leaf.dtype)
@@ -53,7 +48,13 @@ def _multiply(tree: T, factor: Array) -> T:
 
 
 class AbstractLossScaling(eqx.Module):
-    """What every loss scaling does. An immutable pytree: `adjust` returns the next one."""
+    """What every loss scaling does. An immutable pytree: `adjust` returns the next one.
+
+    Attributes:
+        loss_scaling: The scale, for whoever logs it.
+    """
+
+    loss_scaling: eqx.AbstractVar[Any]
 
     @property
     @abc.abstractmethod
@@ -225,6 +226,9 @@ class NoLossScaling(AbstractLossScaling):
         assert halfstep.NoLossScaling().scale(tree) is tree
         ```
     """
+
+    def __init__(self):
+        pass
 
     @property
     def loss_scaling(self) -> np.ndarray:

@@ -9,18 +9,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
+from halfstep._leaves import is_inexact
 from halfstep._paths import path_string
 
 # Annotations of fields hold under vmap too, where each of these scalars has a batch axis.
 BoolLike: TypeAlias = Bool[Array, "..."]
 IntLike: TypeAlias = Int[Array, "..."]
-
-
-def _is_checked(leaf: Any) -> bool:
-    if isinstance(leaf, float | complex):
-        return True
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _magnitude(leaf: Any) -> UInt32[Array, ""]:
@@ -45,7 +39,7 @@ def magnitudes(tree: Any) -> Float32[Array, " leaves"]:
 
     Of a leaf that float32 cannot hold (float64, complex) only whether it is finite: 0 if it is.
     """
-    peaks = [_magnitude(leaf) for leaf in jtu.tree_leaves(tree) if _is_checked(leaf)]
+    peaks = [_magnitude(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
     bits = jnp.stack(peaks) >> 1 if peaks else jnp.zeros(0, jnp.uint32)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -193,6 +193,9 @@ class StaticLossScale(_scaling.StaticLossScaling):
 class NoOpLossScale(_scaling.NoLossScaling):
     """halfstep's `NoLossScaling`: trees pass through."""
 
+    def __init__(self):
+        super().__init__()
+
     @property
     def loss_scale(self) -> int:
         """One."""
