@@ -53,7 +53,7 @@ def reduce_value(x: Array, axis_names: Sequence[str], reduction: Reduction) -> A
     if not axes:
         return x
     total = jax.lax.psum(x, axes)
-    return total / _axis_size(axes) if reduction == "mean" else total
+    return total * (1 / _axis_size(axes)) if reduction == "mean" else total
 
 
 def _is_tracked(axis_names: Sequence[str]) -> bool:
@@ -86,7 +86,7 @@ def reduce_gradients(
         wire = grad.dtype if jnp.issubdtype(grad.dtype, jnp.complexfloating) else wire
         total = jax.lax.psum(grad.astype(wire), axes)
         total = total.astype(widest((grad.dtype, wire)))
-        return total / _axis_size(axes) if reduction == "mean" else total
+        return total * (1 / _axis_size(axes)) if reduction == "mean" else total
 
     return jtu.tree_map(reduce, grads, params)
 

@@ -149,7 +149,8 @@ def filter_value_and_grad(
         check_finite: Whether finiteness is computed. By default if there is a loss scale.
         microbatches: In how many turns the batch is processed. Losses and gradients are summed in
             float32 in the order of the microbatches, with the scale held fixed; then they are
-            summed over `axis_names`, unscaled, and divided. There is one verdict. Microbatch `i`
+            summed over `axis_names`, unscaled, and multiplied by 1/n. There is one verdict.
+            Microbatch `i`
             takes the examples `i, i + n, i + 2n, ...`; a typed scalar PRNG key is split, one for
             each; `aux` is stacked.
         batch: Rules for the leaves that `microbatches` splits along their first axis.
@@ -263,7 +264,8 @@ def filter_value_and_grad(
         sizes = scaling.unscale(magnitudes(grads)) if checks else None
         grads = scaling.unscale(grads)
         if microbatches > 1 and microbatch_reduction == "mean":
-            loss, grads = jtu.tree_map(lambda x: x / microbatches, (loss, grads))
+            # The reciprocal, written out: XLA makes it of a division by a constant anyway.
+            loss, grads = jtu.tree_map(lambda x: x * (1 / microbatches), (loss, grads))
         verdict, adjusted = unchecked(), scaling
         if sizes is not None:
             verdict = judge(agree(finite_flags(sizes, loss), axes))

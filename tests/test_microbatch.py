@@ -25,30 +25,48 @@ def problem(key):
 @pytest.mark.parametrize("policy", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_documented_order_bit_for_bit(policy: str, reduction, getkey):
-    """Strided microbatches, each differentiated alone, summed in float32, unscaled, divided."""
-    w, batch = problem(getkey())
-    scaling = DynamicLossScaling(2.0**6, period=1) if policy == "f16" else NoLossScaling()
+    """Summed in float32 in the order of the microbatches, then unscaled, then times 1/n.
+
+    The gradient of one example is the example itself, so that nothing but the order of the sum is
+    left to the compiler.
+    """
+    n, scale = 48, 2.0**6 if policy == "f16" else 1.0
+    scaling = DynamicLossScaling(scale, period=1) if policy == "f16" else NoLossScaling()
+    w, x = jnp.asarray(1.5), 10 * jax.random.normal(getkey(), (n,))
     value, new, _, grads = jax.jit(
         halfstep.filter_value_and_grad(
-            loss,
+            lambda w, x: w * x[0],
             scaling,
             policy=policy,
-            microbatches=N,
-            batch=("batch",),
+            microbatches=n,
+            batch=("x",),
             microbatch_reduction=reduction,
         )
-    )(w, batch)
-    one = jax.jit(halfstep.filter_value_and_grad(loss, scaling, policy=policy))
-    total, value_sum = jnp.zeros(3), jnp.zeros(())
-    for i in range(N):
-        part_value, _, _, part = one(w, {k: v[i::N] for k, v in batch.items()})
-        total = total + part * float(scaling.loss_scaling)  # exact: a power of two
-        value_sum = value_sum + part_value
-    divisor = N if reduction == "mean" else 1
-    assert np.array_equal(grads, total / float(scaling.loss_scaling) / divisor)
-    assert value == value_sum / divisor
+    )(w, x)
+    low = halfstep.cast_tree(np.asarray(x), policy)
+    total = value_sum = np.float32(0)
+    for example in low:
+        total = total + np.float32(example) * np.float32(scale)
+        value_sum = value_sum + np.float32(low.dtype.type(1.5) * example)
+    factor = np.float32(1 / n if reduction == "mean" else 1)
+    assert grads == total / np.float32(scale) * factor
+    assert value == value_sum * factor
     if policy == "f16":
-        assert new.loss_scaling == 2.0**7  # adjusted once, not once a microbatch
+        assert new.loss_scaling == 2 * scale  # Adjusted once, not once a microbatch.
+
+
+def test_the_order_matters():
+    """In float32 these add up to 1 from the first to the last, and to 0 from the last."""
+    gradient = halfstep.filter_grad(
+        lambda w, x: w * x[0],
+        policy="f32",
+        microbatches=4,
+        batch=("x",),
+        microbatch_reduction="sum",
+    )
+    x = jnp.asarray([1e8, 1.0, -1e8, 1.0])
+    assert jax.jit(gradient)(jnp.asarray(1.0), x)[2] == 1
+    assert jax.jit(gradient)(jnp.asarray(1.0), x[::-1])[2] == 0
 
 
 def test_mean_is_the_whole_batch_in_float32(getkey):
