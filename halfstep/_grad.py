@@ -72,6 +72,11 @@ def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
+def _like_parameter(grad: jax.Array, param: jax.Array) -> jax.Array:
+    """A gradient in its parameter's dtype, unless sums have made it wider."""
+    return grad if grad.dtype.itemsize > param.dtype.itemsize else grad.astype(param.dtype)
+
+
 def _check_no_state(model: Any) -> None:
     """Raise if the differentiated argument holds state, which is not what anybody trains."""
     nodes = jtu.tree_flatten_with_path(model, is_leaf=is_state_node)[0]
@@ -230,8 +235,6 @@ def filter_value_and_grad(
         trained = jtu.tree_map(eqx.is_inexact_array, model)
         low_params, static = eqx.partition(low_model, trained)
         (_, (loss, aux)), grads = differentiate(low_params, static, tuple(low), low_kwargs)
-        params = eqx.filter(model, trained)
-        grads = jtu.tree_map(lambda g, p: jax.lax.convert_element_type(g, p.dtype), grads, params)
         return loss, _restore_aux(aux, func, args, kwargs, policy), grads
 
     @functools.wraps(func)
@@ -262,7 +265,7 @@ def filter_value_and_grad(
             grads = reduce_gradients(grads, params, axes, wire, axis_reduction)
         # Judged by what they will be when unscaled, and read before: narrower, and once less.
         sizes = scaling.unscale(magnitudes(grads)) if checks else None
-        grads = scaling.unscale(grads)
+        grads = scaling.unscale(jtu.tree_map(_like_parameter, grads, params))
         if microbatches > 1 and microbatch_reduction == "mean":
             # The reciprocal, written out: XLA makes it of a division by a constant anyway.
             loss, grads = jtu.tree_map(lambda x: x * (1 / microbatches), (loss, grads))

@@ -1,5 +1,6 @@
 """Is everything finite? One global answer, which leaf was the first, and whose fault it was."""
 
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float32, Int, UInt
 
 from halfstep._leaves import is_inexact
 from halfstep._paths import path_string
@@ -17,8 +18,12 @@ BoolLike: TypeAlias = Bool[Array, "..."]
 IntLike: TypeAlias = Int[Array, "..."]
 
 
-def _magnitude(leaf: Any) -> UInt32[Array, ""]:
-    """The largest magnitude in a leaf, as the bits of a float32 shifted left by its sign.
+# In its own width where there are integers of it, so that 16-bit gradients are read as they are.
+_UNSIGNED = MappingProxyType({2: jnp.uint16, 4: jnp.uint32})
+
+
+def _top(leaf: Any) -> tuple[UInt[Array, ""], Any]:
+    """The bits of the largest magnitude in a leaf, shifted left by its sign, and their dtype.
 
     A maximum of integers, because one of floats loses NaN (seen in XLA:CPU's vectorized
     reduction), and because it compiles to fewer instructions than a conjunction of `isfinite`.
@@ -28,10 +33,12 @@ def _magnitude(leaf: Any) -> UInt32[Array, ""]:
     if leaf.dtype.itemsize > 4 or leaf.size == 0:
         finite = jnp.all(jnp.isfinite(leaf))
         leaf = jnp.where(finite, np.float32(0), np.float32(np.inf))
-    wide = jax.lax.convert_element_type(leaf, jnp.float32)
-    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
+    elif leaf.dtype.itemsize not in _UNSIGNED:
+        leaf = leaf.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
     # Twice a number shifts its highest bit, the sign, out.
-    return jax.lax.reduce_max(jax.lax.add(bits, bits), tuple(range(bits.ndim)))
+    top = jax.lax.reduce_max(jax.lax.add(bits, bits), tuple(range(bits.ndim)))
+    return top, leaf.dtype
 
 
 def magnitudes(tree: Any) -> Float32[Array, " leaves"]:
@@ -39,9 +46,18 @@ def magnitudes(tree: Any) -> Float32[Array, " leaves"]:
 
     Of a leaf that float32 cannot hold (float64, complex) only whether it is finite: 0 if it is.
     """
-    peaks = [_magnitude(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
-    bits = jnp.stack(peaks) >> 1 if peaks else jnp.zeros(0, jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    tops = [_top(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
+    if not tops:
+        return jnp.zeros(0, jnp.float32)
+    # Back to floats as one vector a dtype, and then into the order of the leaves.
+    order, values = [], []
+    for dtype in {dtype: None for _, dtype in tops}:
+        indices = [index for index, (_, other) in enumerate(tops) if other == dtype]
+        stacked = jnp.stack([tops[index][0] for index in indices])
+        order += indices
+        values.append(jax.lax.bitcast_convert_type(stacked >> 1, dtype).astype(jnp.float32))
+    joined = jnp.concatenate(values)
+    return joined if len(values) == 1 else joined[np.argsort(order)]
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:

@@ -117,6 +117,9 @@ def test_a_gradient_that_only_unscaling_makes_infinite():
 def test_magnitudes():
     tree = [jnp.asarray([-3.0, 2.0]), jnp.ones(0), jnp.asarray([1j]), jnp.arange(3), "text"]
     assert np.array_equal(magnitudes(tree), [3, 0, 0])
+    mixed = [jnp.asarray(v, d) for v, d in ((1, "float16"), (-2, "float32"), (3, "bfloat16"))]
+    mixed += [jnp.asarray(-4, "float16"), jnp.asarray(5, "float8_e5m2"), jnp.asarray(6.0)]
+    assert np.array_equal(magnitudes(mixed), [1, 2, 3, 4, 5, 6])
     assert np.isinf(magnitudes([jnp.asarray([complex(0, np.inf)])])[0])
     assert np.isnan(magnitudes([jnp.asarray([np.nan, 9.0], jnp.float16)])[0])
 
