@@ -37,6 +37,28 @@ def round_bits(bits: np.ndarray, *, mantissa: int, min_exponent: int, max_expone
     return np.where(magnitude > 0x7F80_0000, 0x7FC0_0000, out).astype(np.uint32)
 
 
+def round_binade(field: int, *, mantissa: int, min_exponent: int, max_exponent: int):
+    """`round_bits` of all 2**23 positive float32 with one exponent field, by scalar shifts.
+
+    Args:
+        field: The exponent field, 0 (subnormals) to 254.
+        mantissa: As in `round_bits`.
+        min_exponent: As in `round_bits`.
+        max_exponent: As in `round_bits`.
+    """
+    significand = np.arange(2**23, dtype=np.uint32) | np.uint32(0x80_0000 if field else 0)
+    power = max(field, 1) - 150
+    shift = max(max(power + 23, min_exponent) - mantissa - power, 0)
+    if shift > 24:  # Half a unit is more than any significand.
+        return np.zeros(2**23, np.uint32)
+    if shift:
+        below_half, odd = np.uint32(2 ** (shift - 1) - 1), (significand >> shift) & 1
+        significand = (significand + below_half + odd) >> shift << shift
+    value = np.ldexp(significand.astype(np.float64), power)
+    value[value >= np.ldexp(1.0, max_exponent + 1)] = np.inf
+    return value.astype(np.float32).view(np.uint32)
+
+
 FORMATS = {
     "bf16": {"mantissa": 7, "min_exponent": -126, "max_exponent": 127},
     "f16": {"mantissa": 10, "min_exponent": -14, "max_exponent": 15},

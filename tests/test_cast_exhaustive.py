@@ -7,7 +7,7 @@ import pytest
 from tqdm import tqdm
 
 import halfstep
-from tests._oracle import FORMATS, canonical, round_bits
+from tests._oracle import FORMATS, canonical, round_binade, round_bits
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 formats = pytest.mark.parametrize("name", DTYPES)
@@ -87,8 +87,29 @@ def test_float32_sample(name: str, check):
 @pytest.mark.slow
 @formats
 def test_every_float32(name: str):
-    for block in tqdm(range(2**8)):
-        check_on_device(name, np.arange(2**24, dtype=np.uint32) + np.uint32(block << 24))
+    """All 2**32 patterns, one exponent and sign at a time."""
+    cast = jax.jit(lambda x: halfstep.cast_tree(x, name).astype(jnp.float32))
+    for field in tqdm(range(256)):
+        block = np.arange(2**23, dtype=np.uint32) | np.uint32(field << 23)
+        expected = round_binade(field, **FORMATS[name]) if field < 255 else None
+        for sign in (np.uint32(0), np.uint32(0x8000_0000)):
+            got = np.asarray(cast((block | sign).view(np.float32)))
+            if expected is None:  # One infinity, and NaN.
+                assert got[0] == (-np.inf if sign else np.inf)
+                assert np.isnan(got[1:]).all()
+                continue
+            bits, want = got.view(np.uint32), expected | sign
+            if name == "bf16":
+                bits, want = flushed(bits), flushed(want)
+            assert np.array_equal(bits, want), (field, sign)
+
+
+@formats
+@pytest.mark.parametrize("field", [0, 1, 102, 103, 112, 113, 127, 142, 143, 200, 254])
+def test_the_two_oracles_agree(name: str, field: int):
+    block = np.arange(2**23, dtype=np.uint32)[:: 2**5 - 1] | np.uint32(field << 23)
+    binade = round_binade(field, **FORMATS[name])[:: 2**5 - 1]
+    assert np.array_equal(round_bits(block, **FORMATS[name]), binade)
 
 
 def test_the_oracle_itself():
