@@ -72,9 +72,14 @@ def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _like_parameter(grad: jax.Array, param: jax.Array) -> jax.Array:
-    """A gradient in its parameter's dtype, unless sums have made it wider."""
-    return grad if grad.dtype.itemsize > param.dtype.itemsize else grad.astype(param.dtype)
+def _in_width(grad: jax.Array, param: jax.Array) -> jax.Array:
+    """A gradient in its parameter's dtype if they are of one width, where numbers can be lost."""
+    return grad.astype(param.dtype) if grad.dtype.itemsize == param.dtype.itemsize else grad
+
+
+def _widened(grad: jax.Array, param: jax.Array) -> jax.Array:
+    """A gradient in its parameter's dtype if that is wider, where none can."""
+    return grad.astype(param.dtype) if grad.dtype.itemsize < param.dtype.itemsize else grad
 
 
 def _check_no_state(model: Any) -> None:
@@ -264,8 +269,9 @@ def filter_value_and_grad(
             loss = reduce_value(loss, axes, axis_reduction)
             grads = reduce_gradients(grads, params, axes, wire, axis_reduction)
         # Judged by what they will be when unscaled, and read before: narrower, and once less.
+        grads = jtu.tree_map(_in_width, grads, params)
         sizes = scaling.unscale(magnitudes(grads)) if checks else None
-        grads = scaling.unscale(jtu.tree_map(_like_parameter, grads, params))
+        grads = scaling.unscale(jtu.tree_map(_widened, grads, params))
         if microbatches > 1 and microbatch_reduction == "mean":
             # The reciprocal, written out: XLA makes it of a division by a constant anyway.
             loss, grads = jtu.tree_map(lambda x: x * (1 / microbatches), (loss, grads))

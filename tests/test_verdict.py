@@ -114,6 +114,15 @@ def test_a_gradient_that_only_unscaling_makes_infinite():
     assert bool(finite.loss_finite)
 
 
+def test_a_gradient_that_only_its_parameters_format_makes_infinite():
+    """bfloat16 holds 1e6; the float16 parameter it belongs to does not."""
+    _, finite, grads = halfstep.filter_grad(
+        lambda w: jnp.sum(w * jnp.asarray(1e6, w.dtype)), policy="bf16", check_finite=True
+    )(jnp.ones(2, jnp.float16))
+    assert grads.dtype == jnp.float16
+    assert not finite
+
+
 def test_magnitudes():
     tree = [jnp.asarray([-3.0, 2.0]), jnp.ones(0), jnp.asarray([1j]), jnp.arange(3), "text"]
     assert np.array_equal(magnitudes(tree), [3, 0, 0])
