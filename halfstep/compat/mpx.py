@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 
 from halfstep import _cast, _gate, _grad, _scaling, _update, _verdict
 from halfstep._formats import FORMATS, DTypeLike, parse_dtype
+from halfstep._leaves import is_array
 from halfstep._policy import Policy
 from halfstep.compat import _power_of_two_below
 
@@ -182,10 +183,6 @@ class DynamicLossScaling(_scaling.DynamicLossScaling):
             self.counter = jnp.asarray(counter, jnp.int32)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
 def all_finite(tree: Any) -> Bool[Array, ""]:
     """Whether every floating-point or complex number in a pytree is finite."""
     return _verdict.all_finite(tree)
@@ -193,8 +190,8 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 def select_tree(pred: Any, a: T, b: T) -> T:
     """The arrays of `a` if `pred`, else those of `b`; what is no array is taken from `a`."""
-    arrays, others = eqx.partition(a, _is_array)
-    return eqx.combine(_gate.select_tree(pred, arrays, eqx.filter(b, _is_array)), others)
+    arrays, others = eqx.partition(a, is_array)
+    return eqx.combine(_gate.select_tree(pred, arrays, eqx.filter(b, is_array)), others)
 
 
 def scaled(

@@ -47,11 +47,9 @@ def test_scale_then_unscale_is_exact(name: str):
     assert np.array_equal(np.asarray(back), values.astype(np.float32))
 
 
-@rows
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "none"])
 def test_arithmetic_is_in_float32_or_wider(name: str):
     scaling = ROWS[name]()
-    if name == "none":
-        return
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         assert scaling.scale(jnp.ones(2, dtype)).dtype == jnp.float32
         assert scaling.unscale(jnp.ones(2, dtype)).dtype == jnp.float32
