@@ -29,6 +29,14 @@ from halfstep._ledger import (
     SkipLimitError as SkipLimitError,
 )
 from halfstep._policy import Policy as Policy
+from halfstep._preflight import (
+    DoesNotFitError as DoesNotFitError,
+    LargestBatch as LargestBatch,
+    PreflightEntry as PreflightEntry,
+    PreflightError as PreflightError,
+    PreflightReport as PreflightReport,
+    preflight as preflight,
+)
 from halfstep._scaling import (
     AbstractLossScaling as AbstractLossScaling,
     DynamicLossScaling as DynamicLossScaling,

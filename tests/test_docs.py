@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 import halfstep
+from halfstep._preflight import _lowering, _mesh, _requirements, _targets
+from tests.test_snippets import execute
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -129,13 +131,13 @@ def test_no_machine_paths_and_no_typographic_quotes(page: pathlib.Path):
 def test_the_readme_runs_the_result_of_its_diff():
     fences = FENCE.findall(README.read_text())
     (diff,) = (code for kind, code in fences if kind == "diff")
-    (snippet,) = (code for kind, code in fences if kind == "python")
+    snippet, *_ = (code for kind, code in fences if kind == "python")
     result = "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] != "-")
     assert snippet.startswith(result)
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 145
 
 
 # Output that a page shows.
@@ -164,7 +166,7 @@ def test_output_is_what_the_page_shows(
     for code, expected in shown_outputs(page.read_text()):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, page.name, "exec"), namespace)
+            execute(code, page.name, namespace)
         if expected:
             assert printed.getvalue() == expected
     jax.clear_caches()
@@ -226,6 +228,24 @@ def _strict() -> None:
         _grad(lambda params, x: jnp.mean(params * x + np.zeros(8, np.float32)))
 
 
+def _without(package: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if package == "flatbuffers":
+            patch.setattr("importlib.util.find_spec", lambda name: None)
+        else:
+            patch.setattr("importlib.util.find_spec", lambda name: name)
+            patch.setattr(_requirements, "_version", lambda name: None)
+        _requirements.compiler_versions("tpu" if package == "libtpu" else "cuda")
+
+
+def _lower_a_callback() -> None:
+    def step(x: Any) -> Any:
+        jax.debug.print("{}", x)
+        return x
+
+    _lowering.lower(step, (_ones(),), platform="cuda")
+
+
 MESSAGES: dict[str, Callable[[], Any]] = {
     "computes in float16, whose small gradients vanish without loss scaling": lambda: _grad(
         policy="f16"
@@ -268,6 +288,16 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "Formats below 16 bits need a scale beside each array": lambda: halfstep.cast_tree(
         _ones(), jnp.float8_e4m3fn
     ),
+    "JAX needs the package flatbuffers, which is not installed": lambda: _without("flatbuffers"),
+    "compiling for an NVIDIA GPU needs XLA's GPU compiler": lambda: _without("jax-cuda12-plugin"),
+    "compiling for a TPU needs XLA's TPU compiler": lambda: _without("libtpu"),
+    "devices, but no argument is sharded over a mesh": lambda: _mesh.check_mesh(
+        {}, _targets.parse_target("h100:8")
+    ),
+    "Change the axis sizes of the mesh, or the size in the target's name": lambda: _mesh.check_mesh(
+        {"data": 4}, _targets.parse_target("h100:8")
+    ),
+    "the step calls back into Python": _lower_a_callback,
 }
 
 

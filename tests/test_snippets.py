@@ -1,5 +1,6 @@
 """Every snippet in the README, the docs and the docstrings runs."""
 
+import importlib.metadata
 import inspect
 import pathlib
 import re
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 import halfstep
+from tests.preflight._compilers import need
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -18,6 +20,20 @@ BLOCK = re.compile(r"^([ \t]*)```python([^\n]*)\n(.*?)^\1```", re.MULTILINE | re
 def blocks(text: str) -> list[tuple[str, str]]:
     """The Python blocks of a Markdown text as (options, code)."""
     return [(m[2].strip(), textwrap.dedent(m[3])) for m in BLOCK.finditer(text)]
+
+
+def execute(code: str, path: str, namespace: dict) -> None:
+    """Run a block; without a compiler that it asks, skip the test from here on.
+
+    Nothing marks such blocks. A block that asks a compiler raises where there is none, and only
+    there is it excused; nowhere if `HALFSTEP_REQUIRE_COMPILERS` is set.
+    """
+    try:
+        exec(compile(code, path, "exec"), namespace)
+    except halfstep.PreflightError:
+        need("cuda")
+        need("tpu")
+        raise
 
 
 def run(sources: list[tuple[str, str]], name: str, tmp_path: pathlib.Path) -> int:
@@ -30,7 +46,7 @@ def run(sources: list[tuple[str, str]], name: str, tmp_path: pathlib.Path) -> in
             raise AssertionError(f"{name}: every snippet runs; there is no way to leave one out")
         path = tmp_path / f"{re.sub(r'[^a-zA-Z0-9]', '_', name)}_{number}.py"
         path.write_text(code)
-        exec(compile(code, str(path), "exec"), namespace)
+        execute(code, str(path), namespace)
         count += 1
     return count
 
@@ -54,6 +70,8 @@ def documented() -> dict[str, str]:
             found[name] = inspect.getdoc(thing) or ""
     source = (ROOT / "halfstep" / "_formats.py").read_text()
     found["FORMATS"] = source[source.index("FORMATS: ") :]
+    found["preflight"] = inspect.getdoc(halfstep.preflight.__call__) or ""
+    found["preflight.largest_batch"] = inspect.getdoc(halfstep.preflight.largest_batch) or ""
     return found
 
 
@@ -69,7 +87,12 @@ def test_docstrings(name: str, tmp_path: pathlib.Path):
 def test_the_main_names_have_examples():
     trivial = {
         "AbstractLossScaling",
+        "DoesNotFitError",
         "Format",
+        "LargestBatch",
+        "PreflightEntry",
+        "PreflightError",
+        "PreflightReport",
         "SkipLimitError",
         "apply_gradients",
         "cast_to_bfloat16",
@@ -85,3 +108,35 @@ def test_the_main_names_have_examples():
 def test_a_broken_snippet_fails(tmp_path: pathlib.Path):
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         run(blocks("```python\n1 / 0\n```\n"), "broken", tmp_path)
+
+
+ASKS = """\
+```python
+import halfstep
+
+halfstep.preflight(lambda x: x, (1.0,), targets="h100")
+```
+"""
+
+
+@pytest.mark.parametrize("missing", [None, "jax-cuda12-plugin", "libtpu"])
+@pytest.mark.parametrize("required", [True, False])
+def test_only_a_missing_compiler_excuses(
+    missing: str | None, required: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    def version(package: str) -> str:
+        if package == missing:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "0.0"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise halfstep.PreflightError("no answer")
+
+    monkeypatch.setattr(type(halfstep.preflight), "__call__", refuse)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setenv("HALFSTEP_REQUIRE_COMPILERS", "yes" if required else "")
+    expected: type[BaseException] = halfstep.PreflightError
+    if missing is not None:
+        expected = importlib.metadata.PackageNotFoundError if required else pytest.skip.Exception
+    with pytest.raises(expected, match=missing or "no answer"):
+        run(blocks(ASKS), "asks", tmp_path)

@@ -1,0 +1,118 @@
+"""The answer to: will it fit?"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from halfstep._preflight._entry import PreflightEntry
+from halfstep._preflight._errors import DoesNotFitError
+from halfstep._preflight._html import html
+from halfstep._preflight._plot import plot
+from halfstep._preflight._text import detail, size, table
+
+
+@dataclasses.dataclass(frozen=True)
+class PreflightReport:
+    """What the compilers say about a step, for each target and variant.
+
+    `print(report)` shows a table, a notebook the same as HTML; `report["h100"]` is one entry, or
+    `report["h100", "bf16"]` where there are several variants.
+    """
+
+    entries: tuple[PreflightEntry, ...]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The targets, in the order they were given."""
+        return tuple(dict.fromkeys(entry.target for entry in self.entries))
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants, in the order they were given."""
+        return tuple(dict.fromkeys(entry.variant for entry in self.entries))
+
+    def __getitem__(self, key: str | tuple[str, str]) -> PreflightEntry:
+        target, variant = key if isinstance(key, tuple) else (key, None)
+        found = [
+            entry
+            for entry in self.entries
+            if entry.target == target and variant in (None, entry.variant)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise KeyError(
+                f"{target!r} has the variants {list(self.variants)}; "
+                f"write report[{target!r}, {self.variants[0]!r}]"
+            )
+        raise KeyError(
+            f"no entry {key!r}; there are the targets {list(self.targets)} "
+            f"and the variants {list(self.variants)}"
+        )
+
+    def __str__(self) -> str:
+        return table(self.entries)
+
+    def _repr_html_(self) -> str:
+        return html(self.entries)
+
+    def detail(self) -> str:
+        """Every figure of every entry, as text."""
+        return "\n\n".join(detail(entry) for entry in self.entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        return {"entries": [entry.to_dict() for entry in self.entries]}
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """All figures as JSON; also written to a file if a path is given."""
+        text = json.dumps(self.to_dict(), indent=2)
+        if path is not None:
+            pathlib.Path(path).write_text(text + "\n")
+        return text
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the memory of each entry by role, as stacked bars, into a PNG (or PDF, SVG) file.
+
+        Needs matplotlib, which `pip install "halfstep[plot]"` brings.
+        """
+        plot(self.entries, path)
+
+    def require_fit(self) -> None:
+        """Raise unless every entry fits; for scripts and CI.
+
+        Raises:
+            DoesNotFitError: With what each entry that does not fit needs, what is there, and what
+                takes the most.
+        """
+        lines = [_shortage(entry) for entry in self.entries if not entry.fits]
+        if lines:
+            raise DoesNotFitError("\n".join(lines))
+
+
+def _shortage(entry: PreflightEntry) -> str:
+    name = f"{entry.variant} does not fit on {entry.target}"
+    if entry.peak_bytes is None or entry.temp_bytes is None:
+        needs = "" if entry.peak_bytes is None else f" needs {size(entry.peak_bytes)},"
+        return f"{name}:{needs} usable are {size(entry.usable_bytes)}; {'; '.join(entry.notes)}."
+    largest = max(entry.memory, key=lambda role: entry.memory[role])
+    advice = {
+        "temporaries": "a smaller batch, microbatches=, jax.checkpoint or a 16-bit policy",
+        "optimizer state": "sharding it over more devices, or a smaller optimizer state",
+        "parameters": "sharding them over more devices",
+        "outputs": "donating the arguments that the outputs replace (donate_argnums)",
+    }.get(largest, "a larger target")
+    over = entry.peak_bytes - entry.usable_bytes
+    share = ""
+    if entry.peak_bytes <= entry.capacity_bytes:
+        share = (
+            f" The device has {size(entry.capacity_bytes)}: it would fit if JAX were allowed more "
+            "(memory_fraction= here, XLA_PYTHON_CLIENT_MEM_FRACTION there)."
+        )
+    return (
+        f"{name}: it needs {size(entry.peak_bytes)} of {size(entry.usable_bytes)} usable, "
+        f"{size(over)} too much. Most is {largest}, {size(entry.memory[largest])}: "
+        f"try {advice}.{share}"
+    )

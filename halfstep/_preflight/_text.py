@@ -1,0 +1,153 @@
+"""Entries as text, in aligned columns."""
+
+from collections.abc import Callable, Sequence
+
+from halfstep._preflight._entry import PreflightEntry
+
+_ABSENT = "-"
+
+
+def size(count: int | float | None) -> str:
+    """Bytes for people: `1.66 GiB`, `-4.1 MiB`."""
+    if count is None:
+        return _ABSENT
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}" if unit != "KiB" else f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def flops(count: int | float) -> str:
+    """FLOPs for people: `1.28 TFLOP`."""
+    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} FLOP"
+
+
+def seconds(value: int | float) -> str:
+    """A time for people: `1.2 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def bound(entry: PreflightEntry) -> str:
+    """The roofline's bound, marked as one."""
+    if entry.roofline is None:
+        return _ABSENT
+    return f">= {seconds(entry.roofline.bound_seconds)} ({entry.roofline.limit})"
+
+
+def precision(entry: PreflightEntry) -> str:
+    """In which dtypes the contractions run, by share of the FLOPs."""
+    by_dtype = entry.contraction_flops()
+    if by_dtype is None:
+        return _ABSENT
+    total = sum(by_dtype.values())
+    if not total:
+        return "none"
+    ordered = sorted(by_dtype.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {_percent(count / total)}" for name, count in ordered)
+
+
+def _percent(share: float) -> str:
+    # 100 % and 0 % are said only when they are exact.
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    if 0.999 < share < 1:
+        return ">99.9 %"
+    return f"{share:.1%}".replace("%", " %").replace(".0 ", " ")
+
+
+COLUMNS: tuple[tuple[str, bool, Callable[[PreflightEntry], str]], ...] = (
+    ("target", False, lambda entry: entry.target),
+    ("step", False, lambda entry: entry.variant),
+    ("fits", False, lambda entry: "yes" if entry.fits else "NO"),
+    ("peak", True, lambda entry: size(entry.peak_bytes)),
+    ("usable", True, lambda entry: size(entry.usable_bytes)),
+    ("headroom", True, lambda entry: size(entry.headroom)),
+    ("traffic", True, lambda entry: size(entry.traffic_bytes)),
+    ("time bound", True, bound),
+    ("contractions in", False, precision),
+)
+"""Heading, whether it is a number, and how a cell is made."""
+
+
+def table(entries: Sequence[PreflightEntry]) -> str:
+    """One line an entry, then what crosses the wire, then what is to be known about it."""
+    shown = columns(entries)
+    rows = [[heading for heading, _, _ in shown]]
+    rows += [[cell(entry) for _, _, cell in shown] for entry in entries]
+    text = aligned(rows, [number for _, number, _ in shown])
+    wire = [
+        [entry.target, entry.variant, found.kind, found.dtype, size(found.bytes), str(found.count)]
+        for entry in entries
+        for found in entry.collectives or ()
+    ]
+    if wire:
+        head = ["target", "step", "collective", "dtype", "bytes a step", "count"]
+        text += "\n\n" + aligned([head, *wire], [False, False, False, False, True, True])
+    notes = [
+        f"{entry.target}, {entry.variant}: {note}." for entry in entries for note in entry.notes
+    ]
+    return "\n".join([text, "", *footnotes(entries), *notes])
+
+
+def columns(
+    entries: Sequence[PreflightEntry],
+) -> list[tuple[str, bool, Callable[[PreflightEntry], str]]]:
+    """The columns of a table; a single variant needs no name."""
+    several = len({entry.variant for entry in entries}) > 1
+    return [column for column in COLUMNS if column[0] != "step" or several]
+
+
+def footnotes(entries: Sequence[PreflightEntry]) -> list[str]:
+    """How the figures are to be read."""
+    lines = ["Compiled, not run; figures are for one device."]
+    if any(entry.roofline is not None for entry in entries):
+        lines.append("The time bound is a roofline: no run can be faster, most are slower.")
+    gemms = sorted({entry.gemm for entry in entries if entry.gemm})
+    if gemms:
+        lines.append(f"GPU matrix products: {' and '.join(gemms)}, autotuning off.")
+    return lines
+
+
+def detail(entry: PreflightEntry) -> str:
+    """Every figure of an entry, one a line."""
+    pairs = [(heading, cell(entry)) for heading, _, cell in COLUMNS]
+    pairs += [("devices", str(entry.devices))]
+    pairs += [
+        ("arguments", size(entry.argument_bytes)),
+        ("outputs", size(entry.output_bytes)),
+        ("outputs in place of arguments", size(entry.alias_bytes)),
+        ("temporaries", size(entry.temp_bytes)),
+    ]
+    pairs += [(f"memory: {role}", size(count)) for role, count in entry.memory.items()]
+    pairs += [
+        (f"contraction: {c.lhs} x {c.rhs} -> {c.out}", f"{flops(c.flops)} in {c.count}")
+        for c in entry.contractions or ()
+    ]
+    pairs += [
+        (f"collective: {c.kind} {c.dtype}", f"{size(c.bytes)} in {c.count}")
+        for c in entry.collectives or ()
+    ]
+    pairs += [(f"compiler's estimate: {k}", f"{v:.4g}") for k, v in entry.estimates.items()]
+    pairs += [("flags", " ".join(entry.flags) or "none")]
+    pairs += [("versions", ", ".join(f"{k} {v}" for k, v in entry.versions.items()))]
+    pairs += [("note", note) for note in entry.notes]
+    return aligned([list(pair) for pair in pairs], [False, False])
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
+    """Rows as columns of equal width, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numbers, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

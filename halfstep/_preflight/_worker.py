@@ -1,0 +1,118 @@
+"""Compile one program for hardware that is not there, in a process of its own.
+
+Run as a script with a folder as its argument, by `_compile.py`. It imports nothing but JAX: the
+environment in which the compilers work (platforms, flags, libtpu's lock) is not one in which
+anybody wants to compute. It reads `request.json` and `program.bin` and writes `answer.json` and
+`program.hlo.gz`; only numbers and text come back, nothing that would be executed.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import sys
+import threading
+import traceback
+from typing import Any
+
+_MEMORY = (
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "generated_code_size_in_bytes",
+    "peak_memory_in_bytes",
+    "host_argument_size_in_bytes",
+    "host_output_size_in_bytes",
+    "host_temp_size_in_bytes",
+)
+
+
+def die_with_parent() -> None:
+    """End this process when the one that started it is gone, however that ended."""
+
+    def watch() -> None:
+        # The parent holds the other end of standard input and never writes to it.
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def topology(request: dict[str, Any]) -> Any:
+    """The devices to compile for."""
+    from jax.experimental import topologies
+
+    if request["platform"] == "cuda":
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=request["target_config"], topology=request["topology"]
+        )
+    chips = request["chips_per_host"]
+    bounds = {} if chips is None else {"chips_per_host_bounds": tuple(chips)}
+    return topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **bounds)
+
+
+def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], str]:
+    """What the compiler says, and the optimized program as text."""
+    import jax
+    import numpy as np
+    from jax import export
+    from jax.experimental import mesh_utils
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    exported = export.deserialize(bytearray(program))
+    described = topology(request)
+    if request["axes"]:
+        names, sizes = zip(*request["axes"], strict=True)
+        # As `jax.make_mesh` has it on the hardware: 64x4 over 16x16 chips splits an axis of theirs.
+        devices = mesh_utils.create_device_mesh(
+            sizes, list(described.devices), allow_split_physical_axes=True
+        )
+        mesh = Mesh(devices, names)
+        shardings = exported.in_shardings_jax(mesh)
+    else:
+        mesh = Mesh(np.array(described.devices[:1]), ("device",))
+        shardings = (None,) * len(exported.in_avals)
+    whole = NamedSharding(mesh, PartitionSpec())
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or whole)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
+    compiled = jitted.lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    if isinstance(cost, list | tuple):
+        cost = cost[0] if cost else {}
+    answer = {
+        "memory": {name: getattr(memory, name) for name in _MEMORY if hasattr(memory, name)},
+        "estimates": {key: float(cost[key]) for key in ("flops", "bytes accessed") if key in cost},
+        "device_kind": described.devices[0].device_kind,
+        "platform_version": str(getattr(described, "platform_version", "")),
+    }
+    return answer, compiled.as_text() or ""
+
+
+def main(folder: pathlib.Path) -> None:
+    """Answer the request in a folder."""
+    die_with_parent()
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        answer, text = compile_program(request, (folder / "program.bin").read_bytes())
+        with gzip.open(folder / "program.hlo.gz", "wt", compresslevel=1) as file:
+            file.write(text)
+    except Exception as error:
+        answer = {
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
+    partial = folder / "answer.json.partial"
+    partial.write_text(json.dumps(answer))
+    # Last, and at once: an answer that is there is complete.
+    partial.rename(folder / "answer.json")
+    # The answer is on disk; nobody waits for the compilers to put their memory in order.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

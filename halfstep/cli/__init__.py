@@ -1,0 +1,3 @@
+"""The `halfstep` command."""
+
+from halfstep.cli._main import main as main

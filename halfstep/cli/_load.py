@@ -1,0 +1,49 @@
+"""Find the function that `module:name` or `file.py:name` speaks of."""
+
+import importlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from halfstep.cli._errors import CommandError
+
+
+def load(text: str) -> Callable[..., Any]:
+    """Import a function by `package.module:function` or `path/to/file.py:function`."""
+    module_name, colon, name = text.rpartition(":")
+    if not colon or not module_name or not name:
+        raise CommandError(
+            "the step is given as module:function or file.py:function, such as "
+            f"train:make_step; got {text!r}."
+        )
+    # As `python -m` has it: what lies in the working directory can be imported.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = _module(module_name)
+    except ModuleNotFoundError as error:
+        raise CommandError(f"cannot import {module_name!r}: {error}.") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = "nothing" if found is None else f"a {type(found).__name__}"
+        raise CommandError(f"{module_name!r} must have a function {name!r}; it has {what}.")
+    return found
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise CommandError(f"there is no file {name!r}.")
+    # Siblings of a script can be imported from it, as when it is run.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise CommandError(f"{name!r} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

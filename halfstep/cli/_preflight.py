@@ -1,0 +1,267 @@
+"""`halfstep preflight`: will it fit?"""
+
+import argparse
+import contextlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from halfstep._preflight import (
+    DoesNotFitError,
+    PreflightEntry,
+    PreflightError,
+    PreflightReport,
+    Target,
+    preflight,
+)
+from halfstep._preflight._targets import parse_target
+from halfstep.cli._errors import CommandError
+from halfstep.cli._files import check_writable
+from halfstep.cli._load import load
+
+_DESCRIPTION = """\
+Compile a training step for hardware that is not there, and say what it takes.
+
+MAKE_STEP names a function that returns a step and its arguments (arrays or
+jax.ShapeDtypeStructs). It is called with policy= for each --policy and with
+batch= for each --batch:
+
+    def make_step(policy="f32", batch=64):
+        ...
+        return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, images)
+
+The exit status is 0, 1 if something does not fit (with --require-fit; or with
+--largest-batch if no batch does), and 2 if there is no answer.
+"""
+
+_PLOTS = (".png", ".pdf", ".svg")
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the command."""
+    parser = commands.add_parser(
+        "preflight",
+        help="will it fit, on hardware that is not there?",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "make_step", metavar="MAKE_STEP", help="module:function or file.py:function"
+    )
+    parser.add_argument(
+        "--target",
+        type=_target,
+        action="append",
+        required=True,
+        help="such as h100, h100:8, v5e:2x2; repeatable",
+    )
+    parser.add_argument(
+        "--policy",
+        type=_policies,
+        action="extend",
+        default=[],
+        help="such as f32,bf16 or p=f32,c=bf16; repeatable",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_integers,
+        action="extend",
+        default=[],
+        help="such as 64,128,256; repeatable",
+    )
+    parser.add_argument(
+        "--largest-batch", action="store_true", help="find the largest batch instead of trying some"
+    )
+    parser.add_argument(
+        "--multiple-of", type=int, default=1, help="with --largest-batch: try only multiples of it"
+    )
+    parser.add_argument(
+        "--donate",
+        type=_integers,
+        default=[],
+        help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
+    )
+    parser.add_argument(
+        "--memory-fraction", type=float, help="share of the device's memory (GPU: 0.75, TPU: 1)"
+    )
+    parser.add_argument("--gemm", choices=("auto", "triton", "library"), default="auto")
+    parser.add_argument(
+        "--flag", action="append", default=[], help="for XLA: --flag=--xla_gpu_...; repeatable"
+    )
+    parser.add_argument("--timeout", type=float, help="seconds that one compile may take")
+    parser.add_argument("--no-cache", action="store_true", help="compile anew, keep nothing")
+    parser.add_argument("--detail", action="store_true", help="print every figure")
+    parser.add_argument("--json", metavar="FILE", help="write every figure; - is standard output")
+    parser.add_argument("--plot", metavar="FILE", help="draw memory by role (PNG, PDF, SVG)")
+    parser.add_argument(
+        "--require-fit", action="store_true", help="exit with 1 unless everything fits"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    # Now, not after minutes of compiling.
+    if arguments.json != "-":
+        check_writable(arguments.json)
+    check_writable(arguments.plot, endings=_PLOTS)
+    if arguments.largest_batch and arguments.batch:
+        raise CommandError("--largest-batch looks for the batch itself; leave --batch out.")
+    # What the user's code prints does not get into the JSON.
+    with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
+        make = _maker(arguments)
+        try:
+            entries = list((_search if arguments.largest_batch else _sweep)(make, arguments))
+        except PreflightError as error:
+            raise CommandError(str(error)) from error
+    report = PreflightReport(tuple(entry for entry in entries if entry is not None))
+    _show(report, arguments)
+    if arguments.require_fit:
+        try:
+            report.require_fit()
+        except DoesNotFitError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    return 1 if any(entry is None for entry in entries) else 0
+
+
+def _sweep(make: Callable[..., Any], arguments: argparse.Namespace) -> Iterator[PreflightEntry]:
+    policies = [{"policy": policy} for policy in arguments.policy] or [{}]
+    batches = [{"batch": batch} for batch in arguments.batch] or [{}]
+    variants = {}
+    for policy, batch in itertools.product(policies, batches):
+        parts = [*policy.values(), *(f"batch {value}" for value in batch.values())]
+        variants[", ".join(parts) or "step"] = make(**policy, **batch)
+    yield from preflight(
+        None, targets=arguments.target, variants=variants, **_settings(arguments)
+    ).entries
+
+
+def _search(
+    make: Callable[..., Any], arguments: argparse.Namespace
+) -> Iterator[PreflightEntry | None]:
+    """The entry of the largest batch for each target and policy; `None` where no batch fits."""
+    for target, policy in itertools.product(arguments.target, arguments.policy or [None]):
+        given = {} if policy is None else {"policy": policy}
+        label = "" if policy is None else f"{policy}, "
+        try:
+            found = preflight.largest_batch(
+                lambda batch, given=given: make(**given, batch=batch),
+                target=target,
+                multiple_of=arguments.multiple_of,
+                **_settings(arguments),
+            )
+        except DoesNotFitError as error:
+            sys.stderr.write(f"{label}{error}\n")
+            yield None
+        else:
+            compiles = len(found.tried)
+            _say(f"{label}{target.name}: the largest batch is {found.batch} ({compiles} compiles)")
+            yield found.named(f"{label}batch {found.batch}")
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "donate_argnums": arguments.donate,
+        "memory_fraction": arguments.memory_fraction,
+        "gemm": arguments.gemm,
+        "flags": arguments.flag,
+        "timeout": arguments.timeout,
+        "cache": not arguments.no_cache,
+        # A bar that is not overwritten, in the log of a CI run, is noise.
+        "progress": sys.stderr.isatty(),
+    }
+
+
+def _show(report: PreflightReport, arguments: argparse.Namespace) -> None:
+    try:
+        if arguments.json == "-":
+            _say(report.to_json())
+        else:
+            if report.entries:
+                _say(report.detail() if arguments.detail else str(report))
+            if arguments.json:
+                report.to_json(arguments.json)
+        if arguments.plot and report.entries:
+            report.plot(arguments.plot)
+    except (OSError, PreflightError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _maker(arguments: argparse.Namespace) -> Callable[..., Any]:
+    """The user's function, with what it takes and returns checked."""
+    name, make = arguments.make_step, load(arguments.make_step)
+    given = {
+        "policy": bool(arguments.policy),
+        "batch": bool(arguments.batch or arguments.largest_batch),
+    }
+    try:
+        inspect.signature(make).bind(**{option: None for option, on in given.items() if on})
+    except TypeError as error:
+        called = ", ".join(f"{option}=..." for option, on in given.items() if on)
+        raise CommandError(
+            f"{name} must be a function that can be called as {name.rpartition(':')[2]}({called}); "
+            f"its signature is {inspect.signature(make)}: {error}. It is given policy= for each "
+            "--policy, batch= for each --batch, and nothing else."
+        ) from error
+
+    def checked(**settings: Any) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]:
+        made = make(**settings)
+        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+            raise CommandError(
+                f"{name} must return a step and a tuple of its arguments, (step, args); "
+                f"got {_kind(made)}."
+            )
+        if not isinstance(made[1], tuple | list):
+            raise CommandError(
+                f"{name} must return a step and a tuple of its arguments, such as (step, (params, "
+                f"batch)), (step, (params,)) if there is one; got a {type(made[1]).__name__} "
+                "instead of the tuple."
+            )
+        return made
+
+    return checked
+
+
+def _kind(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    return f"a {type(made).__name__}"
+
+
+def _target(text: str) -> Target:
+    try:
+        return parse_target(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _texts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _policies(text: str) -> list[str]:
+    # A policy that is written out has commas of its own: p=f32,c=bf16,o=f32.
+    parts = _texts(text)
+    written_out = ["=" in part for part in parts]
+    if any(written_out) and not all(written_out):
+        raise argparse.ArgumentTypeError(
+            "a policy that is written out has commas of its own; give each with a --policy of its "
+            f"own, such as --policy f32 --policy p=f32,c=bf16; got {text!r}"
+        )
+    return [text.strip()] if any(written_out) else parts
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in _texts(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"required whole numbers with commas between them, such as 64,128; got {text!r}"
+        ) from None
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")

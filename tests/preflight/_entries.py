@@ -1,0 +1,45 @@
+"""Entries made by hand, for tests of what is done with them."""
+
+from typing import Any
+
+from halfstep._preflight import Collective, Contraction, PreflightEntry, Roofline
+
+GIB = 2**30
+
+
+def entry(**changes: Any) -> PreflightEntry:
+    """An entry of one bfloat16 step that fits on one H100, with changes."""
+    settings: dict[str, Any] = {
+        "target": "h100",
+        "variant": "bf16",
+        "devices": 1,
+        "fits": True,
+        "capacity_bytes": 80 * GIB,
+        "usable_bytes": 60 * GIB,
+        "peak_bytes": 10 * GIB,
+        "argument_bytes": 4 * GIB,
+        "output_bytes": 3 * GIB,
+        "alias_bytes": 3 * GIB,
+        "temp_bytes": 6 * GIB,
+        "memory": {
+            "parameters": GIB,
+            "optimizer state": 2 * GIB,
+            "batch": GIB,
+            "temporaries": 6 * GIB,
+        },
+        "contractions": (
+            Contraction("bfloat16", "bfloat16", "float32", 3 * 10**12, 12),
+            Contraction("float32", "float32", "float32", 10**12, 2),
+        ),
+        "uncounted": (),
+        "collectives": (Collective("all-gather", "bfloat16", 2 * GIB, 24),),
+        "traffic_bytes": 40 * GIB,
+        "roofline": Roofline(compute_seconds=4e-3, memory_seconds=1e-3),
+        "estimates": {},
+        "gemm": "triton",
+        "flags": ("--xla_gpu_autotune_level=0",),
+        "versions": {"jax": "0.10.2"},
+        "notes": (),
+        "hlo": "HloModule step",
+    }
+    return PreflightEntry(**{**settings, **changes})

@@ -1,0 +1,80 @@
+import gzip
+import json
+import os
+import pathlib
+
+import pytest
+
+from halfstep._preflight import _cache
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("HALFSTEP_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "preflight"
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """What a worker leaves."""
+    made = tmp_path / "work"
+    made.mkdir()
+    (made / "answer.json").write_text(json.dumps({"memory": {"temp": 1}}))
+    with gzip.open(made / "program.hlo.gz", "wt") as file:
+        file.write("HloModule step")
+    return made
+
+
+def test_round_trip(folder: pathlib.Path, cache: pathlib.Path):
+    name = _cache.key({"program": "a"})
+    assert _cache.load(name) is None
+    _cache.save(name, folder)
+    _cache.save(name, folder)
+    assert _cache.load(name) == ({"memory": {"temp": 1}}, "HloModule step")
+    assert [entry.name for entry in cache.iterdir()] == [name], "no half-made entry is left"
+
+
+def test_a_key_is_of_everything_asked():
+    asked = {"program": "a", "request": {"topology": "1x1x1"}, "flags": ("-f",), "versions": {}}
+    changed = [asked | {"program": "b"}, asked | {"flags": ()}, asked | {"versions": {"jax": "1"}}]
+    assert len({_cache.key(question) for question in [asked, *changed]}) == 4
+    assert _cache.key(asked) == _cache.key(dict(reversed(asked.items())))
+
+
+@pytest.mark.parametrize("file", ["answer.json", "program.hlo.gz"])
+def test_a_damaged_entry_is_none(folder: pathlib.Path, cache: pathlib.Path, file: str):
+    _cache.save("ab", folder)
+    whole = (cache / "ab" / file).read_bytes()
+    (cache / "ab" / file).write_bytes(whole[: len(whole) // 2])
+    assert _cache.load("ab") is None
+    (cache / "ab" / file).unlink()
+    assert _cache.load("ab") is None
+
+
+def test_the_oldest_go_first(
+    folder: pathlib.Path, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_cache, "_LIMIT", 2)
+    for age, name in enumerate(("aa", "bb")):
+        _cache.save(name, folder)
+        os.utime(cache / name, (age, age))
+    assert _cache.load("aa") is not None, "which makes it the one used last"
+    _cache.save("cc", folder)
+    assert {entry.name for entry in cache.iterdir()} == {"aa", "cc"}
+
+
+def test_a_cache_that_cannot_be_written_is_none(
+    folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HALFSTEP_CACHE_DIR", str(tmp_path / "file"))
+    _cache.save("ab", folder)
+    assert _cache.load("ab") is None
+
+
+def test_where_it_lies(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HALFSTEP_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.path.join("some", "where"))
+    assert _cache.cache_dir() == pathlib.Path("some", "where", "halfstep", "preflight")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert _cache.cache_dir() == pathlib.Path.home() / ".cache" / "halfstep" / "preflight"
