@@ -21,6 +21,8 @@ from halfstep._preflight._requirements import compiler_versions
 from halfstep._preflight._targets import Target
 
 _WORKER = pathlib.Path(__file__).with_name("_worker.py")
+# What the compilers print on every machine without an accelerator.
+_NOISE = re.compile(r"cudart_stub|absl::InitializeLog|could not determine TPU|InitGoogle")
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 _LIBRARY = "--xla_gpu_enable_triton_gemm=false"
 
@@ -198,12 +200,13 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 def _died(code: int, folder: pathlib.Path, target: Target) -> str:
     log = (folder / "log").read_text(errors="replace").strip().splitlines()
-    last = "\n".join(log[-8:]) or "(it printed nothing)"
+    said = [line for line in log if not _NOISE.search(line)]
+    last = "\n".join(said[-8:]) or "(it printed nothing)"
     if code == -signal.SIGKILL:
         return (
             f"the process that compiled for {target.name} was killed (SIGKILL). The usual cause is "
-            "that this machine, not the target, ran out of memory: compile a smaller batch or "
-            f"fewer layers in a scan, or use a machine with more. Its last words:\n{last}"
+            "that this machine, not the target, ran out of memory: put repeated layers into a "
+            f"jax.lax.scan, or use a machine with more. Its last words:\n{last}"
         )
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return (

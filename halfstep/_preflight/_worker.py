@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import pathlib
+import shutil
 import sys
 import threading
 import traceback
@@ -28,12 +29,13 @@ _MEMORY = (
 )
 
 
-def die_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended."""
+def die_with_parent(folder: pathlib.Path) -> None:
+    """End this process, and its folder, when the one that started it is gone, however it ended."""
 
     def watch() -> None:
         # The parent holds the other end of standard input and never writes to it.
         sys.stdin.buffer.read()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -95,7 +97,7 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
 
 def main(folder: pathlib.Path) -> None:
     """Answer the request in a folder."""
-    die_with_parent()
+    die_with_parent(folder)
     request = json.loads((folder / "request.json").read_text())
     try:
         answer, text = compile_program(request, (folder / "program.bin").read_bytes())

@@ -151,6 +151,24 @@ def test_a_pallas_kernel(way: str):
     assert "not counted" in entry.notes[0]
 
 
+def test_a_mesh_whose_axes_split_those_of_the_slice():
+    need("tpu")
+    mesh = {"data": 64, "model": 4}
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    report = halfstep.preflight(
+        lambda x, w: jnp.sum(x @ w),
+        (x, w),
+        targets="v5e:16x16",
+        mesh=mesh,
+        shardings=(P("data"), P(None, "model")),
+    )
+    entry = report["v5e:16x16"]
+    assert entry.contractions is not None
+    assert sum(c.flops for c in entry.contractions) == 2 * (4096 // 64) * 512 * (512 // 4)
+    assert [c.kind for c in entry.collectives or ()] == ["all-reduce"]
+
+
 def test_a_tpu_step_that_does_not_fit():
     need("tpu")
 

@@ -143,7 +143,10 @@ import pathlib, subprocess, sys, time
 child = subprocess.Popen(
     [sys.executable, "-c", '''
 import runpy, time
-runpy.run_path({str(_compile._WORKER)!r})["die_with_parent"]()
+import pathlib
+folder = pathlib.Path({str(tmp_path / "folder")!r})
+folder.mkdir()
+runpy.run_path({str(_compile._WORKER)!r})["die_with_parent"](folder)
 print("watching", flush=True)
 time.sleep(600)
 '''],
@@ -161,6 +164,7 @@ time.sleep(600)
     parent.wait()
     parent.stdout.close()
     assert gone(pid)
+    assert not (tmp_path / "folder").exists()
 
 
 def test_refused_by_both_kinds_of_matrix_products(worker: Any):
