@@ -37,7 +37,7 @@ def _top(leaf: Any) -> tuple[UInt[Array, ""], Any]:
         leaf = leaf.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
     # Twice a number shifts its highest bit, the sign, out.
-    top = jax.lax.reduce_max(jax.lax.add(bits, bits), tuple(range(bits.ndim)))
+    top = jax.lax.reduce_max(jax.lax.shift_left(bits, bits.dtype.type(1)), tuple(range(bits.ndim)))
     return top, leaf.dtype
 
 

@@ -227,7 +227,8 @@ def _export(
 def _fingerprint(exported: export.Exported) -> str:
     text = exported.mlir_module()
     text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r" loc\((?:#loc\d*|unknown)\)", "", text)
+    # A block's arguments have locations with a name: loc("scatter-add:"(#loc172)).
+    text = re.sub(r' loc\((?:"[^"]*"\()?(?:#loc\d*|unknown)\)?\)', "", text)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

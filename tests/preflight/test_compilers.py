@@ -222,3 +222,22 @@ def test_the_library_makes_what_triton_refuses(own_cache: pathlib.Path):
     assert "cublas" in library.hlo
     assert library.contraction_flops() == {"float32": 2 * 64**3}
     assert len(list(own_cache.iterdir())) == 1
+
+
+def test_the_verdict_of_a_padded_float16_gradient_compiles_with_cublas():
+    """XLA once took an addition of a gradient's bits for the bias of the product before it."""
+    need("cuda")
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any, x: Any) -> Any:
+            return jnp.sum((x @ w).astype(jnp.float32))
+
+        return halfstep.filter_grad(loss, halfstep.DynamicLossScaling(), policy="f16")(w, x)[
+            1
+        ].finite
+
+    # 100 is no multiple of 8, so that cuBLAS pads it.
+    w = jax.ShapeDtypeStruct((256, 100), jnp.float32)
+    x = jax.ShapeDtypeStruct((32, 256), jnp.float32)
+    entry = halfstep.preflight(step, (w, x), targets="h100", gemm="library")["h100"]
+    assert "float16" in (entry.contraction_flops() or {})
