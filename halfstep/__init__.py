@@ -1,5 +1,6 @@
 """Mixed-precision training for JAX: cast, scale, differentiate, update or skip."""
 
+from halfstep._autocast import autocast as autocast
 from halfstep._cast import (
     cast_function as cast_function,
     cast_to_bfloat16 as cast_to_bfloat16,

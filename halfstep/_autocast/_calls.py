@@ -1,0 +1,100 @@
+"""Calls: what is computed again, what is mapped over a mesh, what says where values lie."""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from halfstep._autocast._graph import Node, closed, graph_of
+from halfstep._autocast._kinds import Kind
+from halfstep._autocast._types import (
+    Decision,
+    Planner,
+    Runner,
+    Settings,
+    nested,
+    out_kinds,
+    without_islands,
+)
+
+
+def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+    # Inside of what the user recomputes there is nothing to store.
+    inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, without_islands(settings))
+    return nested(out_kinds(inner), inner)
+
+
+def _run_remat(
+    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+) -> list[Any]:
+    func = jax.checkpoint(
+        lambda *values: tuple(run(decision.inner, values, decision.outs)),
+        prevent_cse=node.params["prevent_cse"],
+        policy=node.params["policy"],
+    )
+    return list(func(*operands))
+
+
+def _plan_shard_map(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, settings)
+    return nested(out_kinds(inner), inner)
+
+
+def _run_shard_map(
+    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+) -> list[Any]:
+    params = node.params
+    func = jax.shard_map(
+        lambda *values: tuple(run(decision.inner, values, decision.outs)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        # JAX 0.8 has the first name, JAX 0.10 the second.
+        axis_names=params.get("manual_axes", params.get("newly_manual_axes")),
+    )
+    return list(func(*operands))
+
+
+def _plan_jit(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+    inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, settings)
+    return nested(out_kinds(inner), inner)
+
+
+def _run_jit(
+    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+) -> list[Any]:
+    def given(name: str) -> tuple[Any, ...]:
+        return tuple(
+            None if type(sharding).__name__ == "UnspecifiedValue" else sharding
+            for sharding in node.params[name]
+        )
+
+    func = jax.jit(
+        lambda *values: tuple(run(decision.inner, values, decision.outs)),
+        in_shardings=given("in_shardings"),
+        out_shardings=given("out_shardings"),
+    )
+    return list(func(*operands))
+
+
+_NAMES = ("checkpoint", "remat", "remat2")
+PLANNERS = MappingProxyType(
+    {
+        **dict.fromkeys(_NAMES, _plan_remat),
+        "shard_map": _plan_shard_map,
+        "jit": _plan_jit,
+        "pjit": _plan_jit,
+    }
+)
+RUNNERS = MappingProxyType(
+    {
+        **dict.fromkeys(_NAMES, _run_remat),
+        "shard_map": _run_shard_map,
+        "jit": _run_jit,
+        "pjit": _run_jit,
+    }
+)

@@ -1,0 +1,177 @@
+"""Functions with derivatives of their own, which stay theirs."""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+
+from halfstep._autocast._graph import Node, closed, graph_of
+from halfstep._autocast._kinds import Kind, is_subject
+from halfstep._autocast._types import (
+    Decision,
+    Planner,
+    Runner,
+    Settings,
+    nested,
+    out_kinds,
+    without_islands,
+)
+
+
+def _plan_custom_jvp(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    inner = plan(graph_of(closed(node.params["call_jaxpr"])), kinds, without_islands(settings))
+    return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
+
+
+def _run_custom_jvp(
+    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+) -> list[Any]:
+    inner, kinds, plan = decision.inner
+    consts = node.params["num_consts"]
+
+    @jax.custom_jvp
+    def func(*values: Any) -> Any:
+        return tuple(run(inner, values, decision.outs))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        if node.params["symbolic_zeros"]:
+            zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
+        else:
+            zeros = [False] * len(tangents)
+            tangents = [
+                _instantiated(tangent, primal)
+                for tangent, primal in zip(tangents, primals, strict=True)
+            ]
+        jaxpr, captured, out_zeros = node.params["jvp_jaxpr_fun"].call_wrapped(*zeros[consts:])
+        graph = graph_of(core.ClosedJaxpr(jaxpr, captured))
+        moving = [i for i in range(consts, len(primals)) if not zeros[i]]
+        given = [*primals[consts:], *(tangents[i] for i in moving)]
+        of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
+        made = plan(graph, of_given, without_islands(settings))
+        of_tangents = [k for k, zero in zip(decision.outs, out_zeros, strict=True) if not zero]
+        results = run(made, given, [*decision.outs, *of_tangents])
+        count = len(decision.outs)
+        nonzero = iter(results[count:])
+        out = tuple(results[:count])
+        return out, tuple(
+            _zero_tangent(value) if zero else next(nonzero)
+            for value, zero in zip(out, out_zeros, strict=True)
+        )
+
+    func.defjvp(rule, symbolic_zeros=True)
+    return list(func(*operands))
+
+
+def _instantiated(tangent: Any, primal: Any) -> Any:
+    if not isinstance(tangent, SymbolicZero):
+        return tangent
+    aval: Any = tangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    # Like the primal, so that within a shard_map it varies over the same axes.
+    return jnp.zeros_like(primal, dtype=aval.dtype)
+
+
+def _zero_tangent(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)
+
+
+def _plan_custom_vjp(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    inner = plan(graph_of(closed(node.params["call_jaxpr"])), kinds, without_islands(settings))
+    return nested(out_kinds(inner), (inner, tuple(kinds), plan))
+
+
+def _run_custom_vjp(
+    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+) -> list[Any]:
+    inner, kinds, plan = decision.inner
+    params, settings = node.params, without_islands(settings)
+    consts = params["num_consts"]
+    avals = [inner.graph.avals[number] for number in inner.graph.inputs]
+
+    @jax.custom_vjp
+    def func(*values: Any) -> Any:
+        return tuple(run(inner, values, decision.outs))
+
+    def forward(*values: Any) -> Any:
+        flags = [jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals]
+        jaxpr, captured = params["fwd_jaxpr_thunk"].call_wrapped(*flags[consts:])
+        graph = graph_of(core.ClosedJaxpr(jaxpr, captured))
+        made = plan(graph, kinds[consts:], settings)
+        _, _, forwarded = params["out_trees"]()
+        stored = sum(number is None for number in forwarded)
+        of_stored = [made.out_kind(operand) for operand in graph.outputs[:stored]]
+        results = run(made, values[consts:], [*of_stored, *decision.outs])
+        saved = iter(zip(results[:stored], of_stored, graph.outputs[:stored], strict=True))
+        residuals, types = [], []
+        for number in forwarded:
+            if number is None:
+                value, kind, operand = next(saved)
+                residuals.append(value)
+                types.append((kind, graph.aval(operand)))
+            else:
+                residuals.append(values[number])
+                types.append((kinds[number], avals[number]))
+        # What they are is known when the function is traced, and the same each time.
+        shapes[:] = types
+        return tuple(results[stored:]), tuple(residuals)
+
+    shapes: list[tuple[Kind, Any]] = []
+    outs = [inner.graph.aval(operand) for operand in inner.graph.outputs]
+
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        of_given = [*(kind for kind, _ in shapes), *decision.outs]
+        types = [*(aval for _, aval in shapes), *outs]
+        # As they are but for the dtype: within a shard_map they vary over axes.
+        traced = [
+            jax.lax.convert_element_type(value, aval.dtype)
+            if is_subject(aval, settings.compute)
+            else value
+            for value, aval in zip([*residuals, *cotangents], types, strict=True)
+        ]
+
+        def flat(*values: Any) -> Any:
+            made = params["bwd"].call_wrapped(*values)
+            return [_dense(value) for value in made]
+
+        graph = graph_of(jax.make_jaxpr(flat)(*traced))
+        made = plan(graph, of_given, settings)
+        results = iter(run(made, [*residuals, *cotangents], [Kind.WIDE] * len(graph.outputs)))
+        out = []
+        for position, (aval, value) in enumerate(zip(avals, operands, strict=True)):
+            gradient = None if position < consts else next(results)
+            if not jnp.issubdtype(aval.dtype, jnp.inexact):
+                out.append(np.zeros(aval.shape, jax.dtypes.float0))
+            elif gradient is None:
+                out.append(jnp.zeros_like(value))
+            else:
+                out.append(jax.lax.convert_element_type(gradient, value.dtype))
+        return tuple(out)
+
+    func.defvjp(forward, backward)
+    return list(func(*operands))
+
+
+def _dense(value: Any) -> Any:
+    """A cotangent as an array, also where JAX only says that it is zero."""
+    aval = getattr(value, "aval", None)
+    if isinstance(value, jax.Array | np.ndarray) or aval is None:
+        return value
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+PLANNERS = MappingProxyType(
+    {"custom_jvp_call": _plan_custom_jvp, "custom_vjp_call": _plan_custom_vjp}
+)
+RUNNERS = MappingProxyType({"custom_jvp_call": _run_custom_jvp, "custom_vjp_call": _run_custom_vjp})

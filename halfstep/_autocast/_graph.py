@@ -1,0 +1,164 @@
+"""A traced function as a flat graph: calls inlined, every value numbered."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+
+# Calls that are nothing but their inside.
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_lin"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A scalar that is written into the program."""
+
+    value: Any
+    aval: Any
+
+
+Operand = int | Constant
+"""The number of a value, or a constant."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One operation."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    ins: tuple[Operand, ...]
+    outs: tuple[int, ...]
+    source: Any
+    effects: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.primitive.name
+
+    @property
+    def scope(self) -> str:
+        """The named scopes that it is in, outermost first, with `/` between them."""
+        return str(self.source.name_stack)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """Operations in an order in which they can run."""
+
+    inputs: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Operand, ...]
+    avals: tuple[Any, ...]
+    """What each value is, by its number."""
+
+    def aval(self, operand: Operand) -> Any:
+        """Shape and dtype of an operand, as traced."""
+        return operand.aval if isinstance(operand, Constant) else self.avals[operand]
+
+
+def graph_of(function: core.ClosedJaxpr) -> Graph:
+    """Flatten a traced function."""
+    builder = _Builder()
+    inputs = tuple(builder.new(var.aval) for var in function.jaxpr.invars)
+    outputs = builder.inline(function.jaxpr, function.consts, inputs, None)
+    return Graph(
+        inputs,
+        tuple(builder.constants),
+        tuple(builder.nodes),
+        tuple(outputs),
+        tuple(builder.avals),
+    )
+
+
+def closed(jaxpr: Any) -> core.ClosedJaxpr:
+    """A traced function that has all it needs."""
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
+    """The functions that an operation's parameters hold."""
+    for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
+        if isinstance(value, core.ClosedJaxpr):
+            yield value
+        elif isinstance(value, core.Jaxpr):
+            yield core.ClosedJaxpr(value, ())
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.nodes: list[Node] = []
+        self.constants: list[tuple[int, Any]] = []
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def inline(
+        self, jaxpr: core.Jaxpr, consts: Sequence[Any], ins: Sequence[Operand], outer: Any
+    ) -> list[Operand]:
+        env: dict[Any, Operand] = dict(zip(jaxpr.invars, ins, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            number = self.new(var.aval)
+            self.constants.append((number, value))
+            env[var] = number
+
+        def read(atom: Any) -> Operand:
+            if isinstance(atom, core.Literal):
+                return Constant(atom.val, atom.aval)
+            return env[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            source = equation.source_info
+            if outer is not None:
+                source = source.replace(name_stack=outer.name_stack + source.name_stack)
+            if self.is_inlined(equation):
+                inner = next(jaxprs_in(equation.params))
+                results = self.inline(inner.jaxpr, inner.consts, operands, source)
+                env.update(zip(equation.outvars, results, strict=True))
+                continue
+            outs = tuple(self.new(var.aval) for var in equation.outvars)
+            env.update(zip(equation.outvars, outs, strict=True))
+            self.nodes.append(
+                Node(
+                    equation.primitive,
+                    equation.params,
+                    tuple(operands),
+                    outs,
+                    source,
+                    bool(equation.effects),
+                )
+            )
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def is_inlined(self, equation: core.JaxprEqn) -> bool:
+        if equation.primitive.name not in _INLINED:
+            return False
+        shardings = [
+            *equation.params.get("in_shardings", ()),
+            *equation.params.get("out_shardings", ()),
+        ]
+        # A call that says where its values lie is left as it is.
+        return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
+
+
+def is_scalar_literal(operand: Operand) -> bool:
+    """Whether an operand is a number written into the program."""
+    return isinstance(operand, Constant) and np.ndim(operand.value) == 0
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is one of an outer trace, of which only shape and dtype are known."""
+    return isinstance(value, Tracer)

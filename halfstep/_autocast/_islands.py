@@ -1,0 +1,223 @@
+"""Islands: float32 between contractions, stored in the compute dtype and computed again.
+
+Softmax, norms and losses run in float32. What the backward pass needs of them would be stored in
+float32 as well, which is what makes autocasting take more memory than casting everything. So
+adjacent float32 operations are gathered into islands, whose inputs and outputs are held in the
+compute dtype, and whose inside is computed again in the backward pass. Contractions are never
+inside of an island; neither is anything with an effect, a loop, or a call.
+"""
+
+import dataclasses
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from halfstep._autocast._graph import Constant
+from halfstep._autocast._kinds import Kind
+from halfstep._autocast._table import Rule
+from halfstep._autocast._types import Plan, held_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Island:
+    """Operations that are computed again, together."""
+
+    nodes: tuple[int, ...]
+    reads: tuple[tuple[int, np.dtype | None], ...]
+    """What comes in, and the dtype it is held in."""
+    outputs: tuple[tuple[int, np.dtype | None], ...]
+    """What goes out, and the dtype it is held in; a value may go out in both."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The numbers of what comes in."""
+        return tuple(number for number, _ in self.reads)
+
+
+def schedule(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Island]:
+    """Operations and islands in an order in which they can run."""
+    groups = _groups(plan) if plan.settings.islands else []
+    if not groups:
+        return list(range(len(plan.graph.nodes)))
+    islands = [_island(plan, group, out_kinds) for group in groups]
+    unit_of: dict[int, int] = {}
+    units: list[int | Island] = []
+    members = {index: which for which, group in enumerate(groups) for index in group}
+    placed: dict[int, int] = {}
+    for index in range(len(plan.graph.nodes)):
+        which = members.get(index)
+        if which is None:
+            unit_of[index] = len(units)
+            units.append(index)
+        elif which in placed:
+            unit_of[index] = placed[which]
+        else:
+            unit_of[index] = placed[which] = len(units)
+            units.append(islands[which])
+    return _sorted(plan, units, unit_of)
+
+
+def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> list[int | Island]:
+    needs: list[set[int]] = [set() for _ in units]
+    for index, node in enumerate(plan.graph.nodes):
+        for operand in node.ins:
+            made_by = None if isinstance(operand, Constant) else plan.producer[operand]
+            if made_by is not None and unit_of[made_by] != unit_of[index]:
+                needs[unit_of[index]].add(unit_of[made_by])
+    users: dict[int, list[int]] = defaultdict(list)
+    for unit, others in enumerate(needs):
+        for other in others:
+            users[other].append(unit)
+    waiting = [len(others) for others in needs]
+    ready = [unit for unit, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order: list[int | Island] = []
+    while ready:
+        unit = heapq.heappop(ready)
+        order.append(units[unit])
+        for user in users[unit]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    return order
+
+
+def _groups(plan: Plan) -> list[tuple[int, ...]]:
+    """The operations of each island."""
+    nodes = plan.graph.nodes
+    by_level: dict[int, list[int]] = defaultdict(list)
+    for index, level in enumerate(plan.levels):
+        by_level[level].append(index)
+    groups: list[tuple[int, ...]] = []
+    for indices in by_level.values():
+        wide = {index for index in indices if _is_wide(plan, index)}
+        if not wide:
+            continue
+        merged = _Union(indices)
+        for index in sorted(wide):
+            for operand in nodes[index].ins:
+                made_by = None if isinstance(operand, Constant) else plan.producer[operand]
+                if made_by is None or isinstance(operand, Constant):
+                    continue
+                if made_by in wide and plan.kinds[operand] is Kind.WIDE:
+                    merged.join(made_by, index)
+        groups += _closed(plan, indices, wide, merged)
+    return groups
+
+
+def _is_wide(plan: Plan, index: int) -> bool:
+    """Whether an operation makes float32 of what was low: what it would store is worth its time."""
+    decision = plan.decisions[index]
+    if decision.barrier or Kind.WIDE not in decision.outs:
+        return False
+    level = plan.levels[index]
+    return level > 0 or any(
+        plan.seen(operand, level) in (Kind.LOW, Kind.WIDE) and _depends_on_low(plan, operand)
+        for operand in plan.graph.nodes[index].ins
+    )
+
+
+def _depends_on_low(plan: Plan, operand: int | Constant) -> bool:
+    return not isinstance(operand, Constant) and (
+        plan.kinds[operand] is Kind.LOW or operand in plan.rounded
+    )
+
+
+def _closed(
+    plan: Plan, indices: list[int], wide: set[int], merged: "_Union"
+) -> list[tuple[int, ...]]:
+    """Groups with everything that lies between their members, until none has to grow."""
+    inside = set(indices)
+    before: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {index: [] for index in indices}
+    for index in indices:
+        made = {
+            plan.producer[operand]
+            for operand in plan.graph.nodes[index].ins
+            if not isinstance(operand, Constant)
+        }
+        before[index] = sorted(other for other in made if other in inside and other is not None)
+        for other in before[index]:
+            after[other].append(index)
+    members = set(wide)
+    while True:
+        grown = False
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index in sorted(members):
+            groups[merged.find(index)].append(index)
+        for group in list(groups.values()):
+            if len(group) < 2:
+                continue
+            down = _reached(group, after)
+            up = _reached(group, before)
+            for index in sorted(down & up):
+                if index not in members or merged.find(index) != merged.find(group[0]):
+                    members.add(index)
+                    merged.join(group[0], index)
+                    grown = True
+        if not grown:
+            return [tuple(group) for group in groups.values()]
+
+
+def _reached(start: list[int], edges: dict[int, list[int]]) -> set[int]:
+    found: set[int] = set()
+    waiting = list(start)
+    while waiting:
+        for index in edges[waiting.pop()]:
+            if index not in found:
+                found.add(index)
+                waiting.append(index)
+    return found
+
+
+class _Union:
+    """Which of some numbers belong together."""
+
+    def __init__(self, items: list[int]):
+        self.parent = {item: item for item in items}
+
+    def find(self, item: int) -> int:
+        while self.parent[item] != item:
+            self.parent[item] = self.parent[self.parent[item]]
+            item = self.parent[item]
+        return item
+
+    def join(self, a: int, b: int) -> None:
+        self.parent[self.find(b)] = self.find(a)
+
+
+def _island(plan: Plan, group: tuple[int, ...], out_kinds: Sequence[Kind]) -> Island:
+    graph, chosen = plan.graph, set(group)
+    level, compute = plan.levels[group[0]], plan.settings.compute
+    reads: dict[int, np.dtype | None] = {}
+    made: set[int] = set()
+    for index in group:
+        for operand in graph.nodes[index].ins:
+            if not isinstance(operand, Constant) and plan.producer[operand] not in chosen:
+                reads[operand] = held_dtype(
+                    graph.avals[operand], plan.seen(operand, level), compute
+                )
+        made |= set(graph.nodes[index].outs)
+    outputs: dict[tuple[int, np.dtype | None], None] = {}
+    for index, node in enumerate(graph.nodes):
+        if index in chosen:
+            continue
+        for operand in node.ins:
+            if not isinstance(operand, Constant) and operand in made:
+                outputs[operand, _taken(plan, operand, index)] = None
+    for operand, kind in zip(graph.outputs, out_kinds, strict=True):
+        if not isinstance(operand, Constant) and operand in made:
+            outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
+    return Island(group, tuple(reads.items()), tuple(outputs))
+
+
+def _taken(plan: Plan, number: int, index: int) -> np.dtype | None:
+    """The dtype in which an operation wants a value that comes out of an island."""
+    decision, compute = plan.decisions[index], plan.settings.compute
+    kind = plan.seen(number, plan.levels[index])
+    if decision.rule is Rule.COMPUTE:
+        # Rounded before it leaves, so that what comes back in the backward pass is narrow too.
+        kind = Kind.LOW
+    return held_dtype(plan.graph.avals[number], kind, compute)

@@ -1,0 +1,49 @@
+"""What is known about a value's precision before anything runs."""
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+class Kind(enum.IntEnum):
+    """How a value takes part in the choice of precision, from yielding to demanding.
+
+    `SOFT` and `WIDE` values are held as traced (float32), `LOW` ones in the compute dtype. `OTHER`
+    values (integers, 16-bit floats of the user's, complex numbers, keys) are no business of ours.
+    """
+
+    OTHER = 0
+    SOFT = 1
+    """A parameter or a constant: goes along with whatever it meets."""
+    LOW = 2
+    """In the compute dtype."""
+    WIDE = 3
+    """In float32, and so is what is made of it, until it enters a contraction."""
+
+
+def join(kinds: Iterable[Kind]) -> Kind:
+    """The kind of a value that is any of these."""
+    return max(kinds, default=Kind.OTHER)
+
+
+def is_subject(aval: Any, compute: np.dtype) -> bool:
+    """Whether a value of this type is one whose precision is ours to choose."""
+    return getattr(aval, "dtype", None) == np.dtype(np.float32) and compute.itemsize < 4
+
+
+def constant_kind(value: Any, compute: np.dtype) -> Kind:
+    """Whether a constant can be written in the compute dtype without becoming another number.
+
+    Rounding is no matter. A constant that would become infinite (`-1e9` in float16) or vanish (an
+    epsilon of `1e-8`) is wide, and so is what it is added to.
+    """
+    from jax import numpy as jnp
+
+    limits = jnp.finfo(compute)
+    sizes = np.abs(np.asarray(value, np.float64))
+    finite = sizes[np.isfinite(sizes) & (sizes > 0)]
+    if finite.size and (finite.max() > float(limits.max) or finite.min() < float(limits.tiny)):
+        return Kind.WIDE
+    return Kind.SOFT

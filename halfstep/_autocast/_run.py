@@ -1,0 +1,165 @@
+"""Run a planned function."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from halfstep._autocast import _calls, _derivatives, _loops
+from halfstep._autocast._graph import Constant, Node, Operand
+from halfstep._autocast._islands import Island, schedule
+from halfstep._autocast._kinds import Kind
+from halfstep._autocast._table import Rule
+from halfstep._autocast._types import FLOAT32, Decision, Plan, held_dtype
+
+_RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
+# Arithmetic of two operands, of which one may have dimensions of size 1.
+_SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
+
+
+def run(plan: Plan, values: Sequence[Any], out_kinds: Sequence[Kind]) -> list[Any]:
+    """Run a plan on values that are held as its inputs' kinds say."""
+    env = _Environment(plan)
+    for number, value in zip(plan.graph.inputs, values, strict=True):
+        env.write(number, value)
+    for number, value in plan.graph.constants:
+        env.write(number, value)
+    for unit in schedule(plan, out_kinds):
+        if isinstance(unit, Island):
+            _run_island(env, unit)
+        else:
+            _run_node(env, unit)
+    return [
+        env.read(operand, held(plan, operand, kind))
+        for operand, kind in zip(plan.graph.outputs, out_kinds, strict=True)
+    ]
+
+
+def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
+    """The dtype in which a value of a plan is held, if it is of a kind."""
+    return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
+
+
+class _Environment:
+    """Values by number, each in one or both of the two dtypes."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.values: dict[int, Any] = {}
+        self.others: dict[tuple[int, np.dtype], Any] = {}
+
+    def write(self, number: int, value: Any) -> None:
+        self.values[number] = value
+
+    def read(self, operand: Operand, dtype: np.dtype | None) -> Any:
+        if isinstance(operand, Constant):
+            value = operand.value
+            if dtype is None:
+                return value
+            return np.asarray(value, dtype)
+        value = self.values[operand]
+        if dtype is None or value.dtype == dtype:
+            return value
+        key = (operand, dtype)
+        if key not in self.others:
+            self.others[key] = jax.lax.convert_element_type(value, dtype)
+        return self.others[key]
+
+
+def _run_node(env: _Environment, index: int) -> None:
+    node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
+    operands = [_operand(env, operand, index) for operand in node.ins]
+    with _in_scope(node):
+        results = bind(node, decision, operands, env.plan)
+    for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
+        dtype = held(env.plan, number, kind)
+        if dtype is not None and result.dtype != dtype:
+            result = jax.lax.convert_element_type(result, dtype)
+        env.write(number, result)
+
+
+def _operand(env: _Environment, operand: Operand, index: int) -> Any:
+    """An operand in the dtype that the operation takes."""
+    plan, decision = env.plan, env.plan.decisions[index]
+    kind = plan.seen(operand, plan.levels[index])
+    dtype = held(plan, operand, kind)
+    if decision.inner is not None or dtype is None:
+        return env.read(operand, dtype)
+    if plan.graph.nodes[index].name == "convert_element_type":
+        # To another dtype of the user's: from whichever it is held in.
+        return env.read(operand, None)
+    if kind is Kind.LOW and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
+        # Where a value has passed a barrier, all see what was stored of it.
+        return jax.lax.convert_element_type(env.read(operand, dtype), FLOAT32)
+    node = plan.graph.nodes[index]
+    if node.name in _SPREADS and _is_spread(plan, operand, kind, index):
+        # Spread in float32 and cast then: its gradient is added up in float32.
+        shape = plan.graph.avals[node.outs[0]].shape
+        value = jnp.broadcast_to(env.read(operand, FLOAT32), shape)
+        return jax.lax.convert_element_type(value, decision.dtype)
+    return env.read(operand, decision.dtype)
+
+
+def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
+    """Whether arithmetic in the compute dtype spreads a parameter, such as a bias, over it."""
+    decision = plan.decisions[index]
+    if kind is not Kind.SOFT or decision.rule is not Rule.WIDEST or decision.dtype == FLOAT32:
+        return False
+    own, shape = (
+        plan.graph.aval(operand).shape,
+        plan.graph.avals[plan.graph.nodes[index].outs[0]].shape,
+    )
+    return not isinstance(operand, Constant) and own != shape
+
+
+def bind(node: Node, decision: Decision, operands: Sequence[Any], plan: Plan) -> Iterable[Any]:
+    """Run one operation."""
+    if decision.inner is not None:
+        return _RUNNERS[node.name](node, decision, operands, plan.settings, run)
+    params = dict(node.params)
+    if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
+        params["preferred_element_type"] = decision.dtype
+    subfuns, params = bind_params(node.primitive, params)
+    results = node.primitive.bind(*subfuns, *operands, **params)
+    return results if node.primitive.multiple_results else [results]
+
+
+def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """What a primitive wants to be bound with; JAX 0.8 and 0.10 say it differently."""
+    made = primitive.get_bind_params(params)
+    if isinstance(made, tuple):
+        return made
+    made = dict(made)
+    return (), made
+
+
+def _in_scope(node: Node) -> contextlib.AbstractContextManager[Any]:
+    source = node.source
+    return source_info_util.user_context(
+        source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
+    )
+
+
+def _run_island(env: _Environment, island: Island) -> None:
+    plan = env.plan
+
+    def inside(*values: Any) -> tuple[Any, ...]:
+        inner = _Environment(plan)
+        for number, value in zip(island.inputs, values, strict=True):
+            inner.write(number, value)
+        for index in island.nodes:
+            _run_node(inner, index)
+        return tuple(inner.read(number, dtype) for number, dtype in island.outputs)
+
+    inputs = [env.read(number, dtype) for number, dtype in island.reads]
+    results = jax.checkpoint(inside)(*inputs)
+    for (number, dtype), result in zip(island.outputs, results, strict=True):
+        if number in env.values:
+            env.others[number, np.dtype(dtype)] = result
+        else:
+            env.write(number, result)

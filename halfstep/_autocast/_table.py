@@ -1,0 +1,121 @@
+"""Which operation runs in which precision. Nobody's opinion is anywhere else."""
+
+import enum
+from types import MappingProxyType
+
+
+class Rule(enum.Enum):
+    """How an operation's precision is decided."""
+
+    COMPUTE = "compute"
+    """Operands are cast to the compute dtype, and so is the result."""
+    FLOAT32 = "float32"
+    """Runs in float32: the result of 16 bits would overflow, vanish or be visibly rounded."""
+    WIDEST = "widest"
+    """Runs in the widest dtype of its operands; constants and parameters do not count."""
+    FOLLOW = "follow"
+    """Moves or compares values and rounds nothing: runs in the dtype of its operands."""
+    AS_TRACED = "as traced"
+    """Runs as the function was written."""
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_ROWS = (
+    (
+        Rule.COMPUTE,
+        "contractions, accumulated in float32 by the hardware",
+        _names("dot_general conv_general_dilated ragged_dot ragged_dot_general"),
+    ),
+    (
+        Rule.FLOAT32,
+        "powers, exponentials, logarithms and roots",
+        _names(
+            "exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt logistic "
+            "tanh cumlogsumexp"
+        ),
+    ),
+    (
+        Rule.FLOAT32,
+        "division (by a number that is written out: as multiplication)",
+        _names("div rem"),
+    ),
+    (
+        Rule.FLOAT32,
+        "sums and products over many elements, and what combines them",
+        _names(
+            "reduce_sum reduce_prod cumsum cumprod reduce_window_sum reduce_window reduce "
+            "scatter-min scatter-max scatter_min scatter_max scatter-add scatter_add "
+            "scatter-mul scatter_mul select_and_scatter_add psum psum_invariant psum2 "
+            "reduce_scatter"
+        ),
+    ),
+    (
+        Rule.FLOAT32,
+        "trigonometric and special functions",
+        _names(
+            "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc "
+            "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a "
+            "random_gamma_grad bessel_i0e bessel_i1e regularized_incomplete_beta zeta "
+            "nextafter"
+        ),
+    ),
+    (
+        Rule.FLOAT32,
+        "transforms and linear algebra",
+        _names(
+            "fft cholesky eig eigh hessenberg householder_product lu qr schur svd "
+            "symmetric_product triangular_solve tridiagonal tridiagonal_solve geqrf geqp3 "
+            "linear_solve"
+        ),
+    ),
+    (
+        Rule.WIDEST,
+        "arithmetic on several operands",
+        _names(
+            "add sub mul add_any max min clamp select_n concatenate pad "
+            "dynamic_update_slice scatter eq ne lt le gt ge eq_to le_to lt_to"
+        ),
+    ),
+    (
+        Rule.FOLLOW,
+        "movement, comparison and sign",
+        _names(
+            "reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice "
+            "rev gather copy copy_p neg abs sign floor ceil round is_finite stop_gradient "
+            "reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin "
+            "argmax argmin sort top_k approx_top_k optimization_barrier name "
+            "sharding_constraint mesh_cast reshard pvary pcast all_gather "
+            "all_gather_invariant all_to_all ppermute pbroadcast pmax pmin device_put "
+            "reduce_precision split tile"
+        ),
+    ),
+    (
+        Rule.AS_TRACED,
+        "conversions written by the user, bits and random numbers",
+        _names(
+            "convert_element_type bitcast_convert_type complex random_bits random_seed "
+            "random_split random_wrap random_unwrap random_fold_in random_clone "
+            "random_gamma threefry2x32 rng_bit_generator rng_uniform iota empty empty2 "
+            "axis_index and or xor not shift_left shift_right_logical "
+            "shift_right_arithmetic population_count clz real imag conj debug_callback "
+            "debug_print pure_callback io_callback pallas_call ffi_call"
+        ),
+    ),
+)
+
+TABLE = MappingProxyType({name: rule for rule, _, names in _ROWS for name in names})
+"""The rule of every known primitive."""
+
+GROUPS = tuple((rule, why, names) for rule, why, names in _ROWS)
+"""The same, as it is shown in the documentation."""
+
+COLLECTIVES = frozenset(
+    _names(
+        "psum psum_invariant psum2 pmax pmin all_gather all_gather_invariant "
+        "all_to_all ppermute pbroadcast reduce_scatter"
+    )
+)
+"""Communication, which is never repeated."""

@@ -1,0 +1,122 @@
+"""What a plan is: a function, and how each of its operations runs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from halfstep._autocast._graph import Constant, Graph, Operand
+from halfstep._autocast._kinds import Kind, constant_kind, is_subject
+from halfstep._autocast._table import Rule
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user has asked for."""
+
+    compute: np.dtype
+    islands: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decision:
+    """How one operation runs."""
+
+    rule: Rule
+    dtype: np.dtype
+    """The dtype in which it takes those operands whose precision is ours to choose."""
+    outs: tuple[Kind, ...]
+    barrier: bool
+    """Whether it ends an island: it is dear to recompute, or must not be done twice."""
+    known: bool = True
+    inner: Any = None
+    """What is planned for the functions inside of it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A function and how each of its operations runs."""
+
+    graph: Graph
+    settings: Settings
+    kinds: tuple[Kind, ...]
+    """Of each value, by its number."""
+    decisions: tuple[Decision, ...]
+    levels: tuple[int, ...]
+    """Of each operation: how many barriers lie before it at most."""
+    rounded: frozenset[int]
+    """Wide values that are held in the compute dtype once a barrier has been passed."""
+    producer: tuple[int | None, ...]
+
+    @functools.cached_property
+    def users(self) -> tuple[frozenset[int], ...]:
+        """Of each value, the operations that use it."""
+        found: list[set[int]] = [set() for _ in self.graph.avals]
+        for index, node in enumerate(self.graph.nodes):
+            for operand in node.ins:
+                if not isinstance(operand, Constant):
+                    found[operand].add(index)
+        return tuple(map(frozenset, found))
+
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """The values that the function returns."""
+        return frozenset(o for o in self.graph.outputs if not isinstance(o, Constant))
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether anything in it must not be recomputed."""
+        return any(decision.barrier for decision in self.decisions)
+
+    def seen(self, operand: Operand, level: int) -> Kind:
+        """The kind of an operand for an operation of a level."""
+        return seen_kind(self, operand, level)
+
+    def out_kind(self, operand: Operand) -> Kind:
+        """The kind of a value for what comes after the function."""
+        return seen_kind(self, operand, -1)
+
+
+def seen_kind(state: Any, operand: Operand, level: int) -> Kind:
+    """The kind of an operand for an operation of a level, in a plan or one that is being made."""
+    compute = state.settings.compute
+    if isinstance(operand, Constant):
+        if not is_subject(operand.aval, compute):
+            return Kind.OTHER
+        return constant_kind(operand.value, compute)
+    kind = state.kinds[operand]
+    made_by = state.producer[operand]
+    crossed = made_by is not None and (level < 0 or state.levels[made_by] < level)
+    return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
+
+
+def held_dtype(aval: Any, kind: Kind, compute: np.dtype) -> np.dtype | None:
+    """The dtype in which a value of a kind is held; `None` for what is not ours."""
+    if not is_subject(aval, compute):
+        return None
+    return compute if kind is Kind.LOW else FLOAT32
+
+
+Planner = Callable[[Graph, Sequence[Kind], Settings], Plan]
+"""Plans the functions inside of an operation."""
+Runner = Callable[[Plan, Sequence[Any], Sequence[Kind]], list[Any]]
+"""Runs them."""
+
+
+def nested(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decision:
+    """The decision about an operation that holds functions: they have decided."""
+    return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
+
+
+def out_kinds(plan: Plan) -> list[Kind]:
+    """What a function returns."""
+    return [plan.out_kind(operand) for operand in plan.graph.outputs]
+
+
+def without_islands(settings: Settings) -> Settings:
+    """For the inside of what is computed again anyway."""
+    return dataclasses.replace(settings, islands=False)

@@ -1,0 +1,175 @@
+"""Islands: what is stored for the backward pass, and what is computed again."""
+
+from collections import Counter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import halfstep
+from benchmarks._vit import ViT, loss
+from halfstep._autocast._graph import graph_of
+from halfstep._autocast._islands import Island, schedule
+from halfstep._autocast._kinds import Kind
+from halfstep._autocast._plan import plan
+from halfstep._autocast._types import Settings
+from tests._jaxprs import contractions, equations
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+BF16 = np.dtype(jnp.bfloat16)
+BATCH, TOKENS, WIDTH = 4, 16, 32
+
+
+@pytest.fixture(scope="module")
+def vit() -> tuple[Any, Any, Any]:
+    model = ViT(image=16, width=WIDTH, hidden=64, heads=4, blocks=2, key=jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (BATCH, 16, 16, 3))
+    return model, images, jnp.arange(BATCH)
+
+
+def stored(func: Any, *args: Any) -> list[jax.Array]:
+    """What is kept for the backward pass, beside the arguments themselves."""
+    params, static = eqx.partition(args[0], eqx.is_inexact_array)
+    _, pullback = jax.vjp(lambda p: func(eqx.combine(p, static), *args[1:]), params)
+    given = {id(leaf) for leaf in jax.tree.leaves(args)}
+    return [leaf for leaf in jax.tree.leaves(pullback) if id(leaf) not in given]
+
+
+def activations(arrays: list[jax.Array], dtype: Any) -> int:
+    """Elements of activations of a dtype: of arrays at least as large as one layer's."""
+    large = BATCH * TOKENS * WIDTH
+    return sum(x.size for x in arrays if x.dtype == dtype and x.size >= large)
+
+
+def test_no_float32_activation_is_stored(vit: tuple[Any, Any, Any]):
+    low = stored(halfstep.autocast(loss, "bf16"), *vit)
+    without = stored(halfstep.autocast(loss, "bf16", islands=False), *vit)
+    full = stored(loss, *vit)
+    assert activations(low, jnp.float32) == 0
+    assert activations(low, jnp.bfloat16) > 0
+    assert activations(without, jnp.float32) > 0
+    assert activations(full, jnp.float32) > activations(low, jnp.bfloat16)
+
+
+def test_no_contraction_is_computed_twice(vit: tuple[Any, Any, Any]):
+    def gradient(func: Any) -> Any:
+        params, static = eqx.partition(vit[0], eqx.is_inexact_array)
+        return lambda p: jax.grad(lambda p: func(eqx.combine(p, static), *vit[1:]))(p), params
+
+    full, params = gradient(loss)
+    low, _ = gradient(halfstep.autocast(loss, "bf16"))
+    assert Counter(contractions(low, params)) == {"bfloat16": len(contractions(full, params))}
+
+
+def test_gradients_are_as_close_as_by_hand(vit: tuple[Any, Any, Any]):
+    params, static = eqx.partition(vit[0], eqx.is_inexact_array)
+
+    def error(func: Any) -> float:
+        got = jax.grad(lambda p: func(eqx.combine(p, static), *vit[1:]))(params)
+        exact = jax.grad(lambda p: loss(eqx.combine(p, static), *vit[1:]))(params)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
+        off = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
+        return (off / sum(float(jnp.sum(b**2)) for b in jax.tree.leaves(exact))) ** 0.5
+
+    def by_hand(model: Any, images: Any, labels: Any) -> Any:
+        return loss(*halfstep.cast_to_bfloat16((model, images)), labels)
+
+    assert error(halfstep.autocast(loss, "bf16")) <= error(by_hand)
+
+
+def islands_of(func: Any, *args: Any, first: Kind = Kind.LOW) -> list[Island]:
+    graph = graph_of(jax.make_jaxpr(func)(*args))
+    made = plan(graph, [first] * len(graph.inputs), Settings(BF16))
+    units = schedule(made, [Kind.WIDE] * len(graph.outputs))
+    flat = [i for unit in units for i in (unit.nodes if isinstance(unit, Island) else (unit,))]
+    assert sorted(flat) == list(range(len(graph.nodes))), "everything runs, once"
+    ready = {*graph.inputs, *(number for number, _ in graph.constants)}
+    for unit in units:
+        members = unit.nodes if isinstance(unit, Island) else (unit,)
+        if isinstance(unit, Island):
+            assert set(unit.inputs) <= ready
+        for index in members:
+            assert {o for o in graph.nodes[index].ins if isinstance(o, int)} <= ready
+            ready |= set(graph.nodes[index].outs)
+    return [unit for unit in units if isinstance(unit, Island)]
+
+
+X = jnp.ones((8, 8))
+
+
+def test_a_softmax_is_one_island():
+    (island,) = islands_of(lambda x: jax.nn.softmax(x @ x) @ x, X)
+    ((_, dtype),) = island.outputs
+    assert dtype == BF16
+    assert {dtype for _, dtype in island.reads} == {BF16}
+
+
+def test_contractions_part_islands():
+    assert len(islands_of(lambda x: jnp.exp(jnp.exp(x @ x) @ x), X)) == 2
+
+
+def test_what_lies_between_two_members_belongs_to_them():
+    def func(x: Any) -> Any:
+        y = jnp.exp(x @ x)
+        # By way of a boolean, which is not float32.
+        return jnp.where(y > 1, jnp.log(y), y)
+
+    assert len(islands_of(func, X)) == 1
+
+
+def test_two_strands_are_two_islands():
+    def func(x: Any) -> Any:
+        return jnp.exp(x @ x) @ x, jnp.tanh(x @ x.T) @ x
+
+    assert len(islands_of(func, X)) == 2
+
+
+def test_a_loss_is_not_rounded_between_islands():
+    def func(x: Any) -> Any:
+        early = jnp.mean(jnp.exp(x @ x))
+        return early + jnp.mean(jnp.exp((x @ x) @ x))
+
+    exact = jax.jit(lambda x: func(x))
+    got = halfstep.autocast(func, "bf16")(jnp.full((8, 8), 0.125))
+    want = exact(jnp.full((8, 8), 0.125))
+    # All products are exact in bfloat16; the means are float32's, wherever they are added.
+    assert got == want
+
+
+def test_an_effect_is_in_no_island(capsys: pytest.CaptureFixture[str]):
+    def func(x: Any) -> Any:
+        y = jnp.exp(x @ x)
+        jax.debug.print("seen {}", y[0, 0])
+        return jnp.sum(jnp.log(y))
+
+    jax.grad(halfstep.autocast(func, "bf16"))(X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("seen") == 1
+
+
+def test_without_islands_nothing_is_computed_again():
+    def func(x: Any) -> Any:
+        return jnp.sum(jax.nn.softmax(x @ x))
+
+    def names(islands: bool) -> set[str]:
+        low = halfstep.autocast(func, "bf16", islands=islands)
+        return {equation.primitive.name for equation in equations(jax.make_jaxpr(low)(X))}
+
+    assert names(True) - names(False) <= {"checkpoint", "remat", "remat2"}
+    assert names(True) != names(False)
+
+
+def test_the_same_dropout_forward_and_backward():
+    key = jax.random.key(3)
+
+    def func(w: Any, x: Any) -> Any:
+        hidden = jnp.exp(x @ w)
+        return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0.0))
+
+    w, x = jnp.zeros((4, 4)), jnp.eye(4)
+    grads = jax.grad(halfstep.autocast(func, "bf16"))(w, x)
+    # exp(0) = 1: the gradient is the mask itself.
+    assert (grads == jax.random.bernoulli(key, 0.5, (4, 4))).all()

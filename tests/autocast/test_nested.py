@@ -1,0 +1,556 @@
+"""Autocast of loops, branches and functions with derivatives of their own, one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import halfstep
+from halfstep._autocast._api import autocast
+from tests._jaxprs import equations
+
+every_format = pytest.mark.parametrize("policy", ["bf16", "f16"])
+with_and_without_islands = pytest.mark.parametrize("islands", [True, False])
+W = jnp.eye(4)
+X = jnp.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def compute(policy: str) -> np.dtype:
+    return halfstep.FORMATS[policy].dtype
+
+
+def half_eps(policy: str) -> float:
+    return halfstep.FORMATS[policy].eps / 2
+
+
+def traced(func: Callable, *args: Any) -> list[Any]:
+    return list(equations(jax.make_jaxpr(func)(*args)))
+
+
+def dots(func: Callable, *args: Any) -> list[tuple[str, str]]:
+    """The dtypes of every dot's operands."""
+    return [
+        (str(equation.invars[0].aval.dtype), str(equation.invars[1].aval.dtype))
+        for equation in traced(func, *args)
+        if equation.primitive.name == "dot_general"
+    ]
+
+
+def named(func: Callable, name: str, *args: Any) -> list[Any]:
+    return [equation for equation in traced(func, *args) if equation.primitive.name == name]
+
+
+def rounded(x: Any, policy: str) -> Any:
+    return x.astype(compute(policy)).astype(jnp.float32)
+
+
+# Scan.
+
+
+@every_format
+@with_and_without_islands
+def test_a_float32_zeros_carry_becomes_low_with_the_body(policy: str, islands: bool):
+    def rnn(w: Any, xs: Any) -> Any:
+        def turn(h: Any, x: Any) -> Any:
+            h = jnp.tanh(h @ w + x @ w)
+            return h, h
+
+        return jax.lax.scan(turn, jnp.zeros((2, 4)), xs)
+
+    xs = jnp.ones((3, 2, 4))
+    func = autocast(rnn, policy, islands=islands)
+    gradient = jax.grad(lambda w, xs: jnp.sum(func(w, xs)[1]))
+    low = (str(compute(policy)),) * 2
+    assert set(dots(func, W, xs)) == set(dots(gradient, W, xs)) == {low}
+    carry, ys = func(W, xs)
+    assert carry.dtype == ys.dtype == jnp.float32
+    if islands:
+        assert named(func, "scan", W, xs)[0].outvars[0].aval.dtype == compute(policy)
+    exact_carry, exact_ys = rnn(W, xs)
+    # In each of the 3 turns: x, h and w as they enter, two dots, the sum, the tanh.
+    tolerance = 3 * 7 * half_eps(policy)
+    np.testing.assert_allclose(carry, exact_carry, rtol=tolerance)
+    np.testing.assert_allclose(ys, exact_ys, rtol=tolerance)
+
+
+@every_format
+def test_a_loss_summed_over_turns_is_exact(policy: str):
+    def loss(w: Any, xs: Any) -> Any:
+        def turn(total: Any, x: Any) -> Any:
+            return total + jnp.mean(x @ w), None
+
+        return jax.lax.scan(turn, jnp.zeros(()), xs)[0]
+
+    # 4096 ones: neither format can count that far in ones.
+    assert autocast(loss, policy)(W, jnp.ones((4096, 1, 4))) == 4096
+
+
+@every_format
+def test_a_tree_of_sums_stays_in_float32(policy: str):
+    def loss(w: Any, xs: Any) -> Any:
+        def turn(carry: Any, x: Any) -> Any:
+            y = x @ w
+            sums = {"all": carry["all"] + y, "first": carry["first"] - y[0, 0]}
+            return {**sums, "last": y}, None
+
+        init = {"all": jnp.zeros((1, 4)), "first": jnp.zeros(()), "last": jnp.zeros((1, 4))}
+        return jax.lax.scan(turn, init, xs)[0]
+
+    out = autocast(loss, policy)(W, jnp.ones((4096, 1, 4)))
+    assert (out["all"] == 4096).all()
+    assert out["first"] == -4096
+    assert (out["last"] == 1).all()
+
+
+@every_format
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_gradient_of_a_weight_shared_by_4096_turns(policy: str, reverse: bool):
+    def loss(w: Any, xs: Any) -> Any:
+        def turn(carry: Any, x: Any) -> Any:
+            return carry, jnp.sum(x @ w)
+
+        return jnp.sum(jax.lax.scan(turn, 0, xs, reverse=reverse)[1])
+
+    gradient = jax.grad(autocast(loss, policy))
+    assert (gradient(W, jnp.ones((4096, 1, 4))) == 4096).all()
+    assert set(dots(gradient, W, jnp.ones((4096, 1, 4)))) == {(str(compute(policy)),) * 2}
+
+
+@every_format
+def test_the_gradient_of_a_bias_shared_by_4096_turns(policy: str):
+    def loss(params: Any, xs: Any) -> Any:
+        def turn(carry: Any, x: Any) -> Any:
+            return carry, jnp.sum(x @ params["w"] + params["b"])
+
+        return jnp.sum(jax.lax.scan(turn, 0, xs)[1])
+
+    gradient = jax.grad(autocast(loss, policy))(
+        {"w": W, "b": jnp.ones((1, 4))}, jnp.ones((4096, 1, 4))
+    )
+    assert (gradient["b"] == 4096).all()
+
+
+@every_format
+def test_layers_as_xs(policy: str):
+    def loss(layers: Any, x: Any) -> Any:
+        def layer(x: Any, params: Any) -> Any:
+            return jnp.tanh(x @ params["w"] + params["b"]), jnp.sum(x)
+
+        x, sums = jax.lax.scan(layer, x, layers)
+        return jnp.mean(x**2) + jnp.mean(sums)
+
+    layers = {"w": jnp.stack([W] * 3), "b": jnp.zeros((3, 1, 4))}
+    func = autocast(loss, policy)
+    gradients = jax.grad(func)(layers, X)
+    expected = jax.grad(loss)(layers, X)
+    assert set(dots(jax.grad(func), layers, X)) == {(str(compute(policy)),) * 2}
+    for ours, exact in zip(jtu.tree_leaves(gradients), jtu.tree_leaves(expected), strict=True):
+        assert ours.dtype == jnp.float32
+        # Per layer 5 roundings forward and 10 backward, 3 layers.
+        error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+        assert error <= 3 * 15 * half_eps(policy)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="parameters that a loop inside of the function updates are held in the compute dtype",
+)
+@every_format
+def test_parameters_as_a_carry(policy: str):
+    def train(w: Any, xs: Any) -> Any:
+        def loss(w: Any, x: Any) -> Any:
+            return jnp.sum((x @ w) ** 2) / 2
+
+        def step(w: Any, x: Any) -> Any:
+            return w - 2.0**-14 * jax.grad(loss)(w, x), None
+
+        return jax.lax.scan(step, w, xs)[0]
+
+    # Steps of 2**-14 that 16 bits beside a 1 would lose are kept: the carry is a sum.
+    xs = jnp.broadcast_to(jnp.eye(4), (8, 4, 4))
+    exact = train(W, xs)
+    assert exact[0, 0] != 1
+    ours = autocast(train, policy)(W, xs)
+    # What is added is rounded a few times, relative to itself.
+    np.testing.assert_allclose(1 - ours[0, 0], 1 - exact[0, 0], rtol=8 * half_eps(policy))
+
+
+@every_format
+def test_a_scan_with_a_length_and_no_xs(policy: str):
+    def func(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, _: (h @ w, jnp.sum(h)), x, None, length=4)
+
+    carry, ys = autocast(func, policy)(W, X)
+    np.testing.assert_array_equal(carry, rounded(X, policy))
+    assert ys.shape == (4,)
+    assert ys.dtype == jnp.float32
+
+
+@every_format
+def test_a_reverse_unrolled_scan(policy: str):
+    def func(w: Any, xs: Any) -> Any:
+        return jax.lax.scan(
+            lambda h, x: ((h + x) @ w, h), jnp.zeros((1, 2)), xs, reverse=True, unroll=2
+        )
+
+    w, xs = jnp.eye(2), jnp.arange(8.0).reshape(4, 1, 2)
+    ours, exact = autocast(func, policy)(w, xs), func(w, xs)
+    for a, b in zip(ours, exact, strict=True):  # Small whole numbers: exact.
+        np.testing.assert_array_equal(a, b)
+    equation = named(autocast(func, policy), "scan", w, xs)[0]
+    assert equation.params["reverse"]
+    assert equation.params["unroll"] == 2
+
+
+# While, cond and switch.
+
+
+@every_format
+def test_while_with_carries_of_many_kinds(policy: str):
+    def func(w: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            count, h, total, flag, half = carry
+            h = h @ w
+            return count + 1, h, total + jnp.sum(h), ~flag, half + half
+
+        start = jnp.int32(0), x, jnp.zeros(()), jnp.array(True), jnp.ones((), jnp.bfloat16)
+        return jax.lax.while_loop(lambda carry: carry[0] < 4, turn, start)
+
+    args = W, jnp.ones((4, 4))
+    count, h, total, flag, half = autocast(func, policy)(*args)
+    assert (count, total, flag, half) == (4, 64, True, 16)
+    assert count.dtype == jnp.int32
+    assert h.dtype == total.dtype == jnp.float32
+    assert half.dtype == jnp.bfloat16
+    assert dots(autocast(func, policy), *args) == [(str(compute(policy)),) * 2]
+
+
+@every_format
+def test_while_that_ends_by_a_float(policy: str):
+    def func(w: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda h: jnp.sum(h) > 1.5, lambda h: (h @ w) / 2, x)
+
+    args = W, jnp.ones((4, 4))
+    np.testing.assert_array_equal(autocast(func, policy)(*args), func(*args))
+
+
+@every_format
+def test_while_counts_to_4096_in_float32(policy: str):
+    def func(w: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            i, total = carry
+            return i + 1, total + jnp.sum(x @ w)
+
+        return jax.lax.while_loop(lambda c: c[0] < 4096, turn, (0, jnp.zeros(())))[1]
+
+    assert autocast(func, policy)(W, jnp.ones((1, 4)) / 4) == 4096
+
+
+@every_format
+def test_branches_of_different_kinds(policy: str):
+    branches: list[Callable] = [
+        lambda w, x: x @ w,
+        lambda w, x: jnp.zeros_like(x),
+        lambda w, x: jnp.exp(x),
+        lambda w, x: x,
+        lambda w, x: w,
+    ]
+
+    def func(w: Any, x: Any, i: Any) -> Any:
+        return jax.lax.switch(i, branches, w, x)
+
+    for i, branch in enumerate(branches):
+        ours = autocast(func, policy)(W, X, jnp.int32(i))
+        assert ours.dtype == jnp.float32
+        # x on its way in and the result.
+        np.testing.assert_allclose(ours, branch(W, X), rtol=2 * half_eps(policy))
+        gradient = jax.grad(lambda *a: jnp.sum(autocast(func, policy)(*a)), argnums=1)
+        exact = jax.grad(lambda x, branch=branch: jnp.sum(branch(W, x)))(X)
+        np.testing.assert_allclose(gradient(W, X, jnp.int32(i)), exact, rtol=3 * half_eps(policy))
+
+
+@every_format
+def test_cond_with_one_branch_of_zeros_in_a_scan(policy: str):
+    def func(w: Any, xs: Any) -> Any:
+        def turn(h: Any, x: Any) -> Any:
+            h = jax.lax.cond(x[0, 0] > 0, lambda h: h @ w, lambda h: jnp.zeros((1, 4)), h + x)
+            return h, h
+
+        return jax.lax.scan(turn, jnp.zeros((1, 4)), xs)[1]
+
+    xs = jnp.array([1.0, 2.0, -1.0, 3.0])[:, None, None] * jnp.ones((1, 1, 4))
+    np.testing.assert_array_equal(autocast(func, policy)(W, xs), func(W, xs))
+
+
+# Functions with derivatives of their own.
+
+
+@every_format
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+def test_custom_jvp_with_an_integer_argument(policy: str, symbolic_zeros: bool):
+    @jax.custom_jvp
+    def times(x: Any, n: Any) -> Any:
+        return x * n.astype(x.dtype)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (x, n), (dx, dn) = primals, tangents
+        assert dn.dtype == jax.dtypes.float0
+        return times(x, n), 2 * times(dx, n)  # Twice the true derivative.
+
+    times.defjvp(rule, symbolic_zeros=symbolic_zeros)
+
+    def loss(w: Any, x: Any, n: Any) -> Any:
+        return jnp.sum(times(x @ w, n))
+
+    args = W, jnp.full((4, 4), 2.0), jnp.int32(3)
+    func = autocast(loss, policy)
+    assert func(*args) == 6 * 16
+    assert (jax.grad(func, argnums=1)(*args) == 6).all()
+    _, tangent = jax.jvp(lambda x: func(W, x, args[2]), (args[1],), (jnp.ones((4, 4)),))
+    assert tangent == 6 * 16
+
+
+@every_format
+def test_custom_jvp_sees_symbolic_zeros(policy: str):
+    seen = []
+
+    @jax.custom_jvp
+    def product(x: Any, y: Any) -> Any:
+        return x * y
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (x, y), (dx, dy) = primals, tangents
+        zeros = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+        seen.append(zeros)
+        out = jnp.zeros_like(x)
+        out = out if zeros[0] else out + 3 * dx * y
+        return x * y, out if zeros[1] else out + 3 * x * dy
+
+    product.defjvp(rule, symbolic_zeros=True)
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        return jnp.sum(product(x @ w, y))
+
+    args = W, jnp.full((4, 4), 2.0), jnp.full((4, 4), 5.0)
+    assert (jax.grad(autocast(loss, policy), argnums=1)(*args) == 15).all()
+    assert [False, True] in seen
+    assert (jax.grad(autocast(loss, policy), argnums=2)(*args) == 6).all()
+    assert [True, False] in seen
+
+
+@every_format
+def test_relu_and_its_friends_keep_their_derivatives(policy: str):
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.nn.relu(x @ w) + jax.nn.silu(x @ w) + jax.nn.softplus(x @ w))
+
+    # At 0 these are what the rules say, not what the formulas give.
+    x = jnp.zeros((4, 4))
+    ours = jax.grad(autocast(loss, policy), argnums=1)(W, x)
+    np.testing.assert_array_equal(ours, jax.grad(loss, argnums=1)(W, x))
+
+
+@every_format
+def test_custom_vjp_with_an_integer_argument(policy: str):
+    @jax.custom_vjp
+    def look_up(table: Any, index: Any) -> Any:
+        return table[index]
+
+    def forward(table: Any, index: Any) -> Any:
+        return table[index], (index, table)
+
+    def backward(residuals: Any, cotangent: Any) -> Any:
+        index, table = residuals
+        # Three times the true one.
+        gradient = jnp.zeros_like(table).at[index].add(3 * cotangent)
+        return gradient, np.zeros(index.shape, jax.dtypes.float0)
+
+    look_up.defvjp(forward, backward)
+
+    def loss(params: Any, index: Any) -> Any:
+        return jnp.sum(look_up(params["table"], index) @ params["w"])
+
+    params = {"table": jnp.ones((4, 4)), "w": W}
+    gradient = jax.grad(autocast(loss, policy))(params, jnp.array([1, 1, 3]))
+    np.testing.assert_array_equal(gradient["table"][:, 0], [0, 6, 0, 3])
+    assert gradient["table"].dtype == jnp.float32
+
+
+@every_format
+def test_custom_vjp_with_what_is_not_differentiated(policy: str):
+    calls = []
+
+    def make(activation: Callable) -> Callable:
+        def function(scale: float, x: Any) -> Any:
+            return scale * activation(x)
+
+        custom = jax.custom_vjp(function, nondiff_argnums=(0,))
+
+        def backward(scale: float, x: Any, cotangent: Any) -> Any:
+            calls.append(scale)
+            return (7 * scale * cotangent,)
+
+        custom.defvjp(lambda scale, x: (function(scale, x), x), backward)
+        return custom
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(make(jnp.tanh)(2.0, x @ w))
+
+    gradient = jax.grad(autocast(loss, policy), argnums=1)(W, X)
+    assert calls == [2.0]
+    np.testing.assert_array_equal(gradient, jnp.full((4, 4), 14.0))
+
+
+@every_format
+def test_custom_vjp_whose_residuals_are_its_inputs(policy: str):
+    @jax.custom_vjp
+    def dense(x: Any, w: Any) -> Any:
+        return x @ w
+
+    def backward(residuals: Any, cotangent: Any) -> Any:
+        x, w = residuals
+        return 2 * cotangent @ w.T, 2 * x.T @ cotangent
+
+    dense.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(dense(dense(x, w), w))
+
+    func = autocast(loss, policy)
+    gradient = jax.grad(func)(W, jnp.ones((2, 4)))
+    # The second layer: 2 * x.T @ 1. The first: twice that once more.
+    np.testing.assert_array_equal(gradient, jnp.full((4, 4), 4.0 + 8.0))
+    assert set(dots(jax.grad(func), W, jnp.ones((2, 4)))) == {(str(compute(policy)),) * 2}
+
+
+KEEPS_NUMBERS = pytest.mark.xfail(
+    strict=True, reason="residuals that are Python's numbers are traced, and cannot be looked at"
+)
+
+
+@KEEPS_NUMBERS
+@every_format
+def test_custom_vjp_that_keeps_numbers(policy: str):
+    @jax.custom_vjp
+    def layer(x: Any) -> Any:
+        return 2 * x
+
+    def backward(residuals: Any, cotangent: Any) -> Any:
+        triples, factor, x = residuals
+        return (factor * cotangent if triples else jnp.zeros_like(x),)
+
+    layer.defvjp(lambda x: (2 * x, (True, 3.0, x)), backward)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(layer(x @ w))
+
+    for gradient in (jax.grad, lambda func, **options: jax.jit(jax.grad(func, **options))):
+        ours = gradient(autocast(loss, policy), argnums=1)(W, X)
+        np.testing.assert_array_equal(ours, jnp.full((4, 4), 3.0))
+
+
+@KEEPS_NUMBERS
+@pytest.mark.usefixtures("standard_promotion")
+@every_format
+def test_a_checkpointed_while_loop(policy: str):
+    def loss(w: Any, x: Any) -> Any:
+        _, h = eqxi.while_loop(
+            lambda carry: carry[0] < 3,
+            lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ w)),
+            (0, x),
+            kind="checkpointed",
+            max_steps=8,
+        )
+        return jnp.sum(h)
+
+    ours, exact = (jax.grad(func)(W, X) for func in (autocast(loss, policy), loss))
+    # In each of the 3 turns: x, w, the dot and the tanh; backward twice as many.
+    assert np.linalg.norm(ours - exact) <= 3 * 3 * 4 * half_eps(policy) * np.linalg.norm(exact)
+
+
+@every_format
+def test_custom_rules_with_whole_numbers_as_results(policy: str):
+    @jax.custom_vjp
+    def largest(x: Any) -> Any:
+        return jnp.max(x), jnp.argmax(x)
+
+    largest.defvjp(lambda x: (largest(x), x), lambda x, ct: (jnp.full_like(x, 7) * ct[0],))
+
+    @jax.custom_jvp
+    def smallest(x: Any) -> Any:
+        return jnp.min(x), jnp.argmin(x)
+
+    @smallest.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        zero = np.zeros((), jax.dtypes.float0)
+        return smallest(*primals), (5 * jnp.sum(tangents[0]), zero)
+
+    def loss(w: Any, x: Any) -> Any:
+        (high, last), (low, first) = largest(x @ w), smallest(x @ w)
+        return high + low, (last, first)
+
+    gradient, (last, first) = jax.grad(autocast(loss, policy), argnums=1, has_aux=True)(W, X)
+    np.testing.assert_array_equal(gradient, jnp.full((4, 4), 12.0))
+    assert (last, first) == (15, 0)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=jax.errors.UnexpectedTracerError,
+    reason="as inside of jit, scan and checkpoint: a rule cannot close over what is traced",
+)
+def test_a_rule_that_closes_over_a_traced_value():
+    def loss(w: Any, x: Any) -> Any:
+        scale = jnp.sum(w)
+
+        @jax.custom_vjp
+        def layer(x: Any) -> Any:
+            return x * scale
+
+        layer.defvjp(lambda x: (layer(x), None), lambda _, cotangent: (scale * cotangent,))
+        return jnp.sum(layer(x))
+
+    jax.grad(autocast(loss), argnums=1)(W, X)
+
+
+@every_format
+def test_custom_vjp_beside_a_traced_value(policy: str):
+    def loss(w: Any, x: Any) -> Any:
+        shift = jnp.sum(w)
+
+        @jax.custom_vjp
+        def layer(x: Any) -> Any:
+            return x @ x + 1
+
+        layer.defvjp(lambda x: (layer(x), None), lambda _, cotangent: (5 * cotangent,))
+        return jnp.sum(layer(x)) + shift
+
+    gradients = jax.grad(autocast(loss, policy), argnums=(0, 1))(W, X)
+    np.testing.assert_array_equal(gradients[0], jnp.ones((4, 4)))
+    np.testing.assert_array_equal(gradients[1], jnp.full((4, 4), 5.0))
+
+
+@every_format
+def test_a_pallas_kernel_with_a_rule(policy: str):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * 2
+
+    @jax.custom_vjp
+    def double(x: Any) -> Any:
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(kernel, out_shape=out, interpret=True)(x)
+
+    double.defvjp(lambda x: (double(x), None), lambda _, cotangent: (11 * cotangent,))
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(double(x @ w) @ w)
+
+    value, gradient = jax.value_and_grad(autocast(loss, policy), argnums=1)(W, jnp.ones((4, 4)))
+    assert value == 32
+    np.testing.assert_array_equal(gradient, jnp.full((4, 4), 11.0))
