@@ -136,18 +136,27 @@ def _run_custom_vjp(
         # As they are but for the dtype: within a shard_map they vary over axes.
         traced = [
             jax.lax.convert_element_type(value, aval.dtype)
-            if is_subject(aval, settings.compute)
+            if is_subject(aval, settings.compute) and hasattr(value, "dtype")
             else value
             for value, aval in zip([*residuals, *cotangents], types, strict=True)
         ]
+        # Numbers of Python's that the rule has kept are for it to look at.
+        arrays = [hasattr(value, "dtype") for value in traced]
+
+        def only(values: Sequence[Any]) -> list[Any]:
+            return [value for value, keep in zip(values, arrays, strict=True) if keep]
 
         def flat(*values: Any) -> Any:
-            made = params["bwd"].call_wrapped(*values)
-            return [_dense(value) for value in made]
+            found = iter(values)
+            given = [
+                next(found) if keep else value for value, keep in zip(traced, arrays, strict=True)
+            ]
+            return [_dense(value) for value in params["bwd"].call_wrapped(*given)]
 
-        graph = graph_of(jax.make_jaxpr(flat)(*traced))
-        made = plan(graph, of_given, settings)
-        results = iter(run(made, [*residuals, *cotangents], [Kind.WIDE] * len(graph.outputs)))
+        graph = graph_of(jax.make_jaxpr(flat)(*only(traced)))
+        made = plan(graph, only(of_given), settings)
+        given = only([*residuals, *cotangents])
+        results = iter(run(made, given, [Kind.WIDE] * len(graph.outputs)))
         out = []
         for position, (aval, value) in enumerate(zip(avals, operands, strict=True)):
             gradient = None if position < consts else next(results)

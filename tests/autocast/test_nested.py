@@ -427,12 +427,6 @@ def test_custom_vjp_whose_residuals_are_its_inputs(policy: str):
     assert set(dots(jax.grad(func), W, jnp.ones((2, 4)))) == {(str(compute(policy)),) * 2}
 
 
-KEEPS_NUMBERS = pytest.mark.xfail(
-    strict=True, reason="residuals that are Python's numbers are traced, and cannot be looked at"
-)
-
-
-@KEEPS_NUMBERS
 @every_format
 def test_custom_vjp_that_keeps_numbers(policy: str):
     @jax.custom_vjp
@@ -453,7 +447,6 @@ def test_custom_vjp_that_keeps_numbers(policy: str):
         np.testing.assert_array_equal(ours, jnp.full((4, 4), 3.0))
 
 
-@KEEPS_NUMBERS
 @pytest.mark.usefixtures("standard_promotion")
 @every_format
 def test_a_checkpointed_while_loop(policy: str):
