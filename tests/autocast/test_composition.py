@@ -318,7 +318,8 @@ def dtypes(tree: Any) -> Any:
     return jtu.tree_map(lambda x: (x.shape, x.dtype), tree)
 
 
-@every_format
+# Every pair in one format; the other one, which takes as long again, with the slow tests.
+@pytest.mark.parametrize("policy", ["bf16", pytest.param("f16", marks=pytest.mark.slow)])
 @every_pair
 def test_two_deep(outer: str, inner: str, policy: str, mesh: jax.sharding.Mesh):
     expected, gradient = reference(outer, inner, mesh)
