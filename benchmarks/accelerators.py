@@ -4,17 +4,15 @@ The page `docs/api/preflight.md` has it between two marks. It is made of the tab
 `halfstep.preflight` reads, so that the page cannot say anything else.
 """
 
-import argparse
 import pathlib
-import re
 import sys
 
+from benchmarks._page import update
 from benchmarks._report import table
 from halfstep._preflight import ACCELERATORS, Accelerator
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "api" / "preflight.md"
 BEGIN, END = "<!-- accelerators -->", "<!-- end of accelerators -->"
-MARKED = re.compile(rf"{BEGIN}\n.*?{END}\n", re.DOTALL)
 RATES = ("float32", "tf32", "bfloat16", "float16", "float8", "int8")
 
 
@@ -58,22 +56,14 @@ def render() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = argparse.ArgumentParser(
-        prog="python -m benchmarks.accelerators", description=__doc__
+    return update(
+        argv,
+        module="benchmarks.accelerators",
+        about=__doc__,
+        page=PAGE,
+        name="accelerators",
+        text=render(),
     )
-    arguments.add_argument("--check", action="store_true", help="fail if the page would change")
-    check = arguments.parse_args(argv).check
-    old = PAGE.read_text()
-    if not MARKED.search(old):
-        print(f"{PAGE.name} has no {BEGIN} ... {END}")
-        return 1
-    new = MARKED.sub(lambda _: f"{BEGIN}\n\n{render()}\n\n{END}\n", old)
-    if new == old:
-        return 0
-    print(f"{'stale' if check else 'wrote'}: {PAGE.name}")
-    if not check:
-        PAGE.write_text(new)
-    return 1 if check else 0
 
 
 if __name__ == "__main__":

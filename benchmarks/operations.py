@@ -4,17 +4,15 @@ The page `docs/autocast.md` has it between two marks. It is made of the table th
 `halfstep.autocast` reads, so that the page cannot say anything else.
 """
 
-import argparse
 import pathlib
-import re
 import sys
 
+from benchmarks._page import update
 from benchmarks._report import table
 from halfstep._autocast import GROUPS
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "autocast.md"
 BEGIN, END = "<!-- operations -->", "<!-- end of operations -->"
-MARKED = re.compile(rf"{BEGIN}\n.*?{END}\n", re.DOTALL)
 
 
 def render() -> str:
@@ -31,20 +29,14 @@ def render() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks.operations", description=__doc__)
-    arguments.add_argument("--check", action="store_true", help="fail if the page would change")
-    check = arguments.parse_args(argv).check
-    old = PAGE.read_text()
-    if not MARKED.search(old):
-        print(f"{PAGE.name} has no {BEGIN} ... {END}")
-        return 1
-    new = MARKED.sub(lambda _: f"{BEGIN}\n\n{render()}\n\n{END}\n", old)
-    if new == old:
-        return 0
-    print(f"{'stale' if check else 'wrote'}: {PAGE.name}")
-    if not check:
-        PAGE.write_text(new)
-    return 1 if check else 0
+    return update(
+        argv,
+        module="benchmarks.operations",
+        about=__doc__,
+        page=PAGE,
+        name="operations",
+        text=render(),
+    )
 
 
 if __name__ == "__main__":

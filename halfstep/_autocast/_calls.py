@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from halfstep._autocast._graph import Node, closed, graph_of
+from halfstep._autocast._graph import Node, closed, graph_of, is_unspecified
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._types import (
     Decision,
@@ -36,9 +36,7 @@ def _run_remat(
     return list(func(*operands))
 
 
-def _plan_shard_map(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
-) -> Decision:
+def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, settings)
     return nested(out_kinds(inner), inner)
 
@@ -59,19 +57,11 @@ def _run_shard_map(
     return list(func(*operands))
 
 
-def _plan_jit(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, settings)
-    return nested(out_kinds(inner), inner)
-
-
 def _run_jit(
     node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
 ) -> list[Any]:
     def given(name: str) -> tuple[Any, ...]:
-        return tuple(
-            None if type(sharding).__name__ == "UnspecifiedValue" else sharding
-            for sharding in node.params[name]
-        )
+        return tuple(None if is_unspecified(found) else found for found in node.params[name])
 
     func = jax.jit(
         lambda *values: tuple(run(decision.inner, values, decision.outs)),
@@ -85,9 +75,9 @@ _NAMES = ("checkpoint", "remat", "remat2")
 PLANNERS = MappingProxyType(
     {
         **dict.fromkeys(_NAMES, _plan_remat),
-        "shard_map": _plan_shard_map,
-        "jit": _plan_jit,
-        "pjit": _plan_jit,
+        "shard_map": _plan_call,
+        "jit": _plan_call,
+        "pjit": _plan_call,
     }
 )
 RUNNERS = MappingProxyType(

@@ -1,16 +1,18 @@
 """A traced function as a flat graph: calls inlined, every value numbered."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
+from halfstep._jaxprs import jaxprs_in
+
 # Calls that are nothing but their inside.
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_lin"})
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,16 @@ class Graph:
     avals: tuple[Any, ...]
     """What each value is, by its number."""
 
+    @functools.cached_property
+    def users(self) -> tuple[frozenset[int], ...]:
+        """Of each value, the operations that use it."""
+        found: list[set[int]] = [set() for _ in self.avals]
+        for index, node in enumerate(self.nodes):
+            for operand in node.ins:
+                if not isinstance(operand, Constant):
+                    found[operand].add(index)
+        return tuple(map(frozenset, found))
+
     def aval(self, operand: Operand) -> Any:
         """Shape and dtype of an operand, as traced."""
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]
@@ -82,17 +94,9 @@ def closed(jaxpr: Any) -> core.ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
-def jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
-    """The functions that an operation's parameters hold."""
-    for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value
-        elif isinstance(value, core.Jaxpr):
-            yield core.ClosedJaxpr(value, ())
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a call says nothing about where a value lies; JAX's name for that is private."""
+    return type(sharding).__name__ == "UnspecifiedValue"
 
 
 class _Builder:
@@ -151,7 +155,7 @@ class _Builder:
             *equation.params.get("out_shardings", ()),
         ]
         # A call that says where its values lie is left as it is.
-        return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
+        return all(map(is_unspecified, shardings))
 
 
 def is_scalar_literal(operand: Operand) -> bool:

@@ -201,12 +201,9 @@ def _island(plan: Plan, group: tuple[int, ...], out_kinds: Sequence[Kind]) -> Is
                 )
         made |= set(graph.nodes[index].outs)
     outputs: dict[tuple[int, np.dtype | None], None] = {}
-    for index, node in enumerate(graph.nodes):
-        if index in chosen:
-            continue
-        for operand in node.ins:
-            if not isinstance(operand, Constant) and operand in made:
-                outputs[operand, _taken(plan, operand, index)] = None
+    for number in sorted(made):
+        for index in sorted(graph.users[number] - chosen):
+            outputs[number, _taken(plan, number, index)] = None
     for operand, kind in zip(graph.outputs, out_kinds, strict=True):
         if not isinstance(operand, Constant) and operand in made:
             outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -39,8 +40,6 @@ def constant_kind(value: Any, compute: np.dtype) -> Kind:
     Rounding is no matter. A constant that would become infinite (`-1e9` in float16) or vanish (an
     epsilon of `1e-8`) is wide, and so is what it is added to.
     """
-    from jax import numpy as jnp
-
     limits = jnp.finfo(compute)
     sizes = np.abs(np.asarray(value, np.float64))
     finite = sizes[np.isfinite(sizes) & (sizes > 0)]

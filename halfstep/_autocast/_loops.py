@@ -43,15 +43,10 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
     """Carries to which every turn adds and that it does not use otherwise: sums over the turns."""
-    users: dict[int, list[Node]] = {}
-    for node in inner.nodes:
-        for operand in node.ins:
-            if not isinstance(operand, Constant):
-                users.setdefault(operand, []).append(node)
     found = []
     for number in range(carries):
         value, out = inner.inputs[first + number], inner.outputs[number]
-        using = users.get(value, [])
+        using = [inner.nodes[index] for index in inner.users[value]]
         dtype = getattr(inner.avals[value], "dtype", None)
         adds = len(using) == 1 and using[0].name in ("add", "add_any", "sub")
         if dtype == FLOAT32 and adds and not isinstance(out, Constant) and out in using[0].outs:

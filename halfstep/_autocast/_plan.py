@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from halfstep._autocast import _calls, _derivatives, _loops
-from halfstep._autocast._graph import Constant, Graph, Node, is_scalar_literal, is_traced, jaxprs_in
+from halfstep._autocast._graph import Constant, Graph, Node, is_scalar_literal, is_traced
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject, join
 from halfstep._autocast._table import COLLECTIVES, TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Plan, Settings, seen_kind
+from halfstep._jaxprs import jaxprs_in
 
 _PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
 

@@ -1,7 +1,6 @@
 """What a plan is: a function, and how each of its operations runs."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,21 +50,6 @@ class Plan:
     rounded: frozenset[int]
     """Wide values that are held in the compute dtype once a barrier has been passed."""
     producer: tuple[int | None, ...]
-
-    @functools.cached_property
-    def users(self) -> tuple[frozenset[int], ...]:
-        """Of each value, the operations that use it."""
-        found: list[set[int]] = [set() for _ in self.graph.avals]
-        for index, node in enumerate(self.graph.nodes):
-            for operand in node.ins:
-                if not isinstance(operand, Constant):
-                    found[operand].add(index)
-        return tuple(map(frozenset, found))
-
-    @functools.cached_property
-    def returned(self) -> frozenset[int]:
-        """The values that the function returns."""
-        return frozenset(o for o in self.graph.outputs if not isinstance(o, Constant))
 
     @property
     def has_barrier(self) -> bool:

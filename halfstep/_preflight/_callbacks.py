@@ -1,11 +1,10 @@
 """Calls from a step back into Python, which do not travel to a compiler in another process."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.extend import core
 
+from halfstep._jaxprs import equations
 from halfstep._preflight._errors import PreflightError
 
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
@@ -13,7 +12,7 @@ _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_ca
 
 def refuse_callbacks(jaxpr: core.Jaxpr, platform: str) -> None:
     """Raise for the first callback, with the line of the user's that made it."""
-    for equation in _equations(jaxpr):
+    for equation in equations(jaxpr):
         if equation.primitive.name in _CALLBACKS:
             raise PreflightError(
                 f"the step calls back into Python ({equation.primitive.name}{_line(equation)}), "
@@ -21,18 +20,6 @@ def refuse_callbacks(jaxpr: core.Jaxpr, platform: str) -> None:
                 "jax.debug.print, io_callback and the like out of the step for this; for "
                 "Equinox's error_if set the environment variable EQX_ON_ERROR=off."
             )
-
-
-def _equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                yield from _equations(getattr(value, "jaxpr", value))
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _line(equation: Any) -> str:

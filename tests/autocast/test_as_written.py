@@ -10,22 +10,16 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-import halfstep
 from halfstep._autocast._api import autocast
 from tests._jaxprs import equations
-
-every_format = pytest.mark.parametrize("policy", ["bf16", "f16"])
-with_and_without_islands = pytest.mark.parametrize("islands", [True, False])
-W = jnp.eye(4)
-X = jnp.linspace(-1, 1, 16).reshape(4, 4)
-
-
-def compute(policy: str) -> np.dtype:
-    return halfstep.FORMATS[policy].dtype
-
-
-def half_eps(policy: str) -> float:
-    return halfstep.FORMATS[policy].eps / 2
+from tests.autocast._shared import (
+    W,
+    X,
+    compute,
+    every_format,
+    half_eps,
+    with_and_without_islands,
+)
 
 
 def named(name: str, func: Callable, *args: Any) -> list[Any]:

@@ -210,7 +210,7 @@ def test_a_gpu_step_that_does_not_fit_and_the_largest_batch_that_does():
     assert not found.tried[found.batch + 16384].fits
 
 
-def test_the_library_makes_what_triton_refuses(own_cache: pathlib.Path):
+def test_products_by_the_library(own_cache: pathlib.Path):
     need("cuda")
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 

@@ -183,6 +183,30 @@ def test_refused_by_both_kinds_of_matrix_products(worker: Any):
         preflight(gemm="library")
 
 
+def test_the_library_makes_what_triton_refuses(worker: Any):
+    """For all variants of a target, so that likes are compared."""
+    worker(
+        "import gzip\n"
+        "program = (folder / 'program.bin').read_bytes()\n"
+        "refused = 'triton' not in os.environ['XLA_FLAGS'] and b'cosine' in program\n"
+        "names = ('argument', 'output', 'alias', 'temp')\n"
+        "memory = {f'{name}_size_in_bytes': 1 for name in names}\n"
+        "with gzip.open(folder / 'program.hlo.gz', 'wt') as file:\n"
+        "    file.write('HloModule m\\n\\nENTRY %main (x: f32[8]) -> f32[8] {\\n'\n"
+        "               '  ROOT %x = f32[8]{0} parameter(0)\\n}\\n')\n"
+        "answer = {'error': 'no tiles'} if refused else {'memory': memory, 'estimates': {}}\n"
+        "(folder / 'answer.json').write_text(json.dumps(answer))\n"
+    )
+    plain, hard = (lambda x: x * 2), jnp.cos
+
+    def makers(**variants: Any) -> list[str | None]:
+        report = halfstep.preflight(None, (VECTOR,), targets="h100", variants=variants)
+        return [entry.gemm for entry in report.entries]
+
+    assert makers(plain=plain) == ["triton"]
+    assert makers(plain=plain, hard=hard) == ["library", "library"]
+
+
 def test_what_the_worker_is_given(worker: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
