@@ -25,6 +25,7 @@ from halfstep._grad import (
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
 )
+from halfstep._keep import keep_precision as keep_precision
 from halfstep._ledger import (
     Ledger as Ledger,
     SkipLimitError as SkipLimitError,
@@ -37,6 +38,10 @@ from halfstep._preflight import (
     PreflightError as PreflightError,
     PreflightReport as PreflightReport,
     preflight as preflight,
+)
+from halfstep._rules import (
+    Operation as Operation,
+    PrecisionRule as PrecisionRule,
 )
 from halfstep._scaling import (
     AbstractLossScaling as AbstractLossScaling,

@@ -35,8 +35,13 @@ class Arguments:
     def __init__(self, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.names = (*argument_names(func, len(args)), *kwargs)
         self.leaves: list[MarkedLeaf] = []
-        for name, value in zip(self.names, (*args, *kwargs.values()), strict=True):
-            self.leaves += marked_leaves(value, root=name)
+        self.owners: list[int] = []
+        """Of each leaf, the number of the argument that it is in."""
+        values = (*args, *kwargs.values())
+        for number, (name, value) in enumerate(zip(self.names, values, strict=True)):
+            below = marked_leaves(value, root=name)
+            self.leaves += below
+            self.owners += [number] * len(below)
         self._structure = jtu.tree_structure((tuple(args), tuple(kwargs.values())))
         self._keywords = tuple(kwargs)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from halfstep._arguments import Arguments
 from halfstep._formats import DTypeLike, half_dtype, parse_dtype, widest
+from halfstep._keep import KEEP_SCOPE
 from halfstep._paths import match_rules
 from halfstep._state import MarkedLeaf, marked_leaves
 
@@ -224,7 +225,9 @@ def _full_precision_call(
         if dtypes:
             return_dtype = jax.dtypes.canonicalize_dtype(widest(dtypes))
     call = cast_function(func, jnp.float32, return_dtype)
-    return call(*args, **kwargs)
+    # Where the arguments are float32 already, it is autocast that has to know.
+    with jax.named_scope(KEEP_SCOPE):
+        return call(*args, **kwargs)
 
 
 class _FullPrecisionModule(eqx.Module):

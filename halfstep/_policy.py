@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -11,8 +11,10 @@ import numpy as np
 from halfstep._cast import cast_tree
 from halfstep._formats import DTypeLike, dtype_name, parse_dtype
 from halfstep._paths import compile_rule
+from halfstep._rules import PrecisionRule, as_rule
 
 T = TypeVar("T")
+Mode = Literal["autocast", "inputs"]
 
 _KEYS = MappingProxyType(
     {
@@ -23,6 +25,7 @@ _KEYS = MappingProxyType(
         "compute": "compute",
         "o": "output",
         "output": "output",
+        "accumulate": "accumulate",
     }
 )
 
@@ -36,7 +39,14 @@ class Policy:
         param: Dtype in which parameters are stored.
         compute: Dtype in which floating-point arguments enter the computation.
         output: Dtype of the results, for `cast_to_output`.
-        keep: Path rules for arguments that are not cast.
+        keep: Path rules for arguments that are not cast. A matrix product with one of them is
+            computed in float32.
+        rules: For single operations, against the table of `autocast`: `PrecisionRule`s, or their
+            texts: `("op:tanh=compute", "scope:decoder/head=float32")`.
+        accumulate: In which dtype contractions hand on their results: the compute dtype (`None`),
+            or float32 for those that may leave the range of float16.
+        mode: `"autocast"`, operation by operation; or `"inputs"`, where all arguments are cast and
+            the function runs with what it gets, as in the MPX paper.
 
     Example:
         ```python
@@ -46,6 +56,9 @@ class Policy:
         assert policy == Policy(param="f32", compute="bf16", output="f32")
         assert str(policy) == "p=f32,c=bf16,o=f32"
         assert Policy.parse(str(policy)) == policy
+        assert Policy.parse("bf16:inputs") == policy.replace(mode="inputs")
+        careful = Policy(compute="f16", rules=("scope:head=float32",))
+        assert str(careful) == "p=f32,c=f16,o=f32,scope:head=float32"
         ```
     """
 
@@ -53,6 +66,9 @@ class Policy:
     compute: np.dtype
     output: np.dtype
     keep: tuple[str, ...]
+    rules: tuple[PrecisionRule, ...]
+    accumulate: np.dtype | None
+    mode: Mode
 
     def __init__(
         self,
@@ -61,9 +77,16 @@ class Policy:
         compute: DTypeLike = "bf16",
         output: DTypeLike = "f32",
         keep: Sequence[str] = (),
+        rules: Sequence[PrecisionRule | str] = (),
+        accumulate: DTypeLike | None = None,
+        mode: Mode = "autocast",
     ):
         if isinstance(keep, str):
             raise TypeError(f"`keep` is a sequence of path rules; write keep=({keep!r},).")
+        if isinstance(rules, str):
+            raise TypeError(f"`rules` is a sequence of rules; write rules=({rules!r},).")
+        if mode not in get_args(Mode):
+            raise ValueError(f"`mode` is 'autocast' or 'inputs'; got {mode!r}.")
         for rule in keep:
             compile_rule(rule)
         values = {
@@ -71,7 +94,15 @@ class Policy:
             "compute": parse_dtype(compute),
             "output": parse_dtype(output),
             "keep": tuple(keep),
+            "rules": tuple(map(as_rule, rules)),
+            "accumulate": _accumulator(accumulate, parse_dtype(compute)),
+            "mode": mode,
         }
+        if mode == "inputs" and (values["rules"] or values["accumulate"]):
+            raise ValueError(
+                "a policy that only casts inputs has no say over single operations: leave out "
+                "`rules` and `accumulate`, or the mode 'inputs'."
+            )
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -83,39 +114,56 @@ class Policy:
             text: A short name (`"bf16"`, `"f16"`, `"f32"`: parameters and outputs in float32,
                 computation in that format), or parts separated by commas as in
                 `"p=f32,c=bf16,o=f32,keep=state"`. As in jmp, parameters default to float32,
-                `c` follows `p` and `o` follows `c`.
+                `c` follows `p` and `o` follows `c`. A short name may be the first part:
+                `"f16,op:dot_general@head=accumulate"`. At the end, `":inputs"` means that arguments
+                are cast and nothing else.
 
         Raises:
             ValueError: If the text is no policy; the message says which part and what to write.
         """
-        if "=" not in text:
-            return Policy(param="f32", compute=text, output="f32")
-        fields: dict[str, Any] = {}
+        body, colon, mode = text.partition(":inputs")
+        if colon and mode.strip():
+            raise ValueError(f"':inputs' ends a policy; got {text!r}.")
+        fields: dict[str, Any] = {"mode": "inputs"} if colon else {}
         keep: list[str] = []
-        for part in text.split(","):
+        rules: list[str] = []
+        first, *rest = body.split(",")
+        if "=" not in first:
+            fields |= {"param": "f32", "compute": parse_dtype(first.strip()), "output": "f32"}
+        for part in rest if "=" not in first else [first, *rest]:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key == "keep" and equals:
                 keep.append(value)
+            elif key.startswith(("op:", "scope:")):
+                rules.append(part)
             elif equals and key in _KEYS and _KEYS[key] not in fields:
                 fields[_KEYS[key]] = parse_dtype(value)
             else:
                 problem = "is given twice" if equals and key in _KEYS else "is not known"
                 raise ValueError(
                     f"{part.strip()!r} in the policy {text!r} {problem}; required parts such as "
-                    "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state'."
+                    "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state', "
+                    "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32'."
                 )
-        param = fields.get("param", "f32")
-        compute = fields.get("compute", param)
-        return Policy(param=param, compute=compute, output=fields.get("output", compute), keep=keep)
+        fields.setdefault("param", "f32")
+        fields.setdefault("compute", fields["param"])
+        fields.setdefault("output", fields["compute"])
+        return Policy(**fields, keep=keep, rules=rules)
 
     def __str__(self) -> str:
         parts = [
             f"{key}={dtype_name(dtype)}"
             for key, dtype in (("p", self.param), ("c", self.compute), ("o", self.output))
         ]
-        return ",".join([*parts, *(f"keep={rule}" for rule in self.keep)])
+        parts += [f"keep={rule}" for rule in self.keep]
+        parts += map(str, self.rules)
+        if self.accumulate is not None:
+            parts.append(f"accumulate={dtype_name(self.accumulate)}")
+        return ",".join(parts) + (":inputs" if self.mode == "inputs" else "")
 
     def __repr__(self) -> str:
+        if not all(rule.is_text for rule in self.rules):
+            return f"Policy({str(self)!r})"
         return f"Policy.parse({str(self)!r})"
 
     @property
@@ -144,6 +192,15 @@ class Policy:
                 f"a policy has no field {', '.join(sorted(unknown))}; it has {', '.join(fields)}."
             )
         return Policy(**{**fields, **changes})
+
+
+def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:
+    """The dtype of contractions' results, if it is not the compute dtype."""
+    if dtype is None or parse_dtype(dtype) == compute:
+        return None
+    if parse_dtype(dtype) != np.dtype(np.float32):
+        raise ValueError(f"`accumulate` is float32 or the compute dtype; got {dtype!r}.")
+    return parse_dtype(dtype)
 
 
 def as_policy(policy: Any) -> Policy:

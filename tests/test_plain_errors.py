@@ -33,6 +33,15 @@ raises(TypeError, "sequences of path rules: write keep=('state',)",
        lambda: hs.filter_grad(loss, keep="state"))
 raises(TypeError, "force_full_precision takes a function or a module, got int",
        lambda: hs.force_full_precision(3))
+raises(TypeError, "keep_precision takes a function or a module, got int",
+       lambda: hs.keep_precision(3))
+raises(TypeError, "a rule is a PrecisionRule or a text such as 'op:tanh=compute'; got 3",
+       lambda: hs.Policy(rules=(3,)))
+raises(TypeError, "`rules` is a sequence of rules; write rules=('op:tanh=compute',)",
+       lambda: hs.Policy(rules="op:tanh=compute"))
+raises(ValueError, "`mode` is 'autocast' or 'inputs'; got 'all'", lambda: hs.Policy(mode="all"))
+raises(ValueError, "a rule's outcome is one of compute, float32",
+       lambda: hs.PrecisionRule("bf16", op="tanh"))
 print("all raised")
 """
 

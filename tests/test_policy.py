@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import halfstep
-from halfstep import Policy
+from halfstep import Policy, PrecisionRule
 from halfstep._policy import as_policy
+from halfstep._rules import OUTCOMES, Operation, plain_scope
 
 NAMES = ("bf16", "f16", "f32", "f64")
 # Built in the test and not here: the run-time type checker draws random numbers of its own.
@@ -24,6 +26,17 @@ policies = st.fixed_dictionaries(
             st.text("abz_*?0/", min_size=1).filter(lambda s: s[0] != "/" and s[-1] != "/"),
             max_size=3,
         ),
+        "rules": st.lists(
+            st.builds(
+                PrecisionRule,
+                st.sampled_from(OUTCOMES),
+                op=st.sampled_from(["tanh", "dot_*", "r?v"]),
+                scope=st.sampled_from([None, "head", "**/a?b/*"]),
+            )
+            | st.builds(PrecisionRule, st.sampled_from(OUTCOMES), scope=st.just("head/out")),
+            max_size=3,
+        ),
+        "accumulate": st.sampled_from([None, "f32"]),
     }
 )
 
@@ -49,6 +62,14 @@ def test_text_round_trips(fields: dict):
         ("p=bf16", "p=bf16,c=bf16,o=bf16"),
         ("params=float32, compute=bfloat16, output=float32", "p=f32,c=bf16,o=f32"),
         ("o=f32,c=bf16,keep=state,keep=**/var", "p=f32,c=bf16,o=f32,keep=state,keep=**/var"),
+        ("bf16:inputs", "p=f32,c=bf16,o=f32:inputs"),
+        ("f16,keep=state:inputs", "p=f32,c=f16,o=f32,keep=state:inputs"),
+        ("f16,accumulate=f32", "p=f32,c=f16,o=f32,accumulate=f32"),
+        (
+            "f16, op:tanh=compute, op:dot_*@a/b=accumulate, scope:c=float32",
+            "p=f32,c=f16,o=f32,op:tanh=compute,op:dot_*@a/b=accumulate,scope:c=float32",
+        ),
+        ("c=f32,accumulate=f32", "p=f32,c=f32,o=f32"),
     ],
 )
 def test_grammar(text: str, full: str):
@@ -149,3 +170,50 @@ def test_format_facts():
     assert (f16.tiny, f16.smallest) == (2.0**-14, 2.0**-24)
     assert (bf16.bits, bf16.mantissa_bits, bf16.eps, bf16.tiny) == (16, 7, 2.0**-7, 2.0**-126)
     assert bf16.max == (2 - 2.0**-7) * 2.0**127
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16:inputs,c=f16", "':inputs' ends a policy"),
+        ("bf16:inputs,op:tanh=compute", "':inputs' ends a policy"),
+        ("bf16,op:tanh=compute:inputs", "has no say over single operations"),
+        ("bf16,op:tanh", "a rule is a text such as 'op:tanh=compute'"),
+        ("bf16,op:tanh=low", "outcome is one of compute, float32"),
+        ("bf16,scope:/a=float32", "a path rule is a text"),
+        ("bf16,accumulate=f16", "`accumulate` is float32 or the compute dtype; got"),
+        ("bf16,f16", "'f16' in the policy 'bf16,f16' is not known"),
+        ("bf16,c=f16", "'c=f16' in the policy 'bf16,c=f16' is given twice"),
+    ],
+)
+def test_rules_that_cannot_be_read(text: str, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Policy.parse(text)
+
+
+def test_a_rule_says_what_it_is_for():
+    with pytest.raises(ValueError, match="give op=, scope= or where="):
+        PrecisionRule("float32")
+    with pytest.raises(ValueError, match="cannot contain a comma or one of '=@:'"):
+        PrecisionRule("float32", op="a=b")
+
+
+def test_functions_in_rules_are_shown_by_name():
+    def large(operation: Operation) -> bool:
+        return True
+
+    policy = Policy(rules=(PrecisionRule("float32", where=large),))
+    assert str(policy) == "p=f32,c=bf16,o=f32,op:* where large=float32"
+    assert repr(policy) == "Policy('p=f32,c=bf16,o=f32,op:* where large=float32')"
+
+
+@pytest.mark.parametrize(
+    ("scope", "plain"),
+    [
+        ("a/b", "a/b"),
+        ("outer/transpose(jvp(loss))", "outer/loss"),
+        ("a/vmap(b/c)/d", "a/b/c/d"),
+    ],
+)
+def test_scopes_without_what_transformations_write(scope: str, plain: str):
+    assert plain_scope(scope) == plain

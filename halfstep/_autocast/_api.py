@@ -4,17 +4,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.tree_util as jtu
 import numpy as np
 
-from halfstep._autocast._graph import graph_of
-from halfstep._autocast._kinds import Kind, is_subject
-from halfstep._autocast._plan import plan
+from halfstep._autocast._kinds import Kind
 from halfstep._autocast._run import run
-from halfstep._autocast._types import Settings
-from halfstep._leaves import is_array
+from halfstep._autocast._trace import trace
+from halfstep._autocast._types import FLOAT32, Settings
+from halfstep._autocast._unmatched import check_rules
+from halfstep._formats import DTypeLike, dtype_name, parse_dtype
 from halfstep._policy import Policy, as_policy
 
 
@@ -24,6 +22,7 @@ def autocast(
     *,
     params: int | Sequence[int] = 0,
     islands: bool = True,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Callable[..., Any]:
     """Rewrite a function: contractions in the compute dtype, sensitive operations in float32.
 
@@ -40,15 +39,24 @@ def autocast(
 
     Args:
         func: Any function that can be traced.
-        policy: A `Policy` or its text; its compute dtype is used.
+        policy: A `Policy` or its text: its compute dtype, its rules for operations, and the
+            arguments that it keeps, which begin with the function's parameter names.
         params: Which positional arguments hold parameters. Their floating-point arrays are used in
             the compute dtype where they meet activations, and are cast at that place, so that their
             gradients add up in float32. All other arguments (targets, positions) stay as they are
             until they enter a contraction.
         islands: Whether float32 regions are computed again instead of stored.
+        reduce_dtype: The dtype in which the gradients of parameters come out of contractions, so
+            also the one in which they are summed over devices if the batch is sharded under `jit`.
+            `None` means float32 where the compute dtype is float16, of which a few finite
+            shards can add up to infinity, and the compute dtype else.
 
     Returns:
         A function of the same arguments.
+
+    Raises:
+        ValueError: When called, if a rule of the policy is for nothing in the function; the message
+            names the nearest candidates.
 
     Example:
         ```python
@@ -68,56 +76,57 @@ def autocast(
         assert value.dtype == grads["up"].dtype == jnp.float32
         ```
     """
-    settings = Settings(np.dtype(as_policy(policy).compute), islands)
+    policy = as_policy(policy)
+    settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
     numbers = {params} if isinstance(params, int) else set(params)
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if settings.compute.itemsize >= 4:
             return func(*args, **kwargs)
-        pairs, treedef = jtu.tree_flatten_with_path((args, kwargs))
-        dynamic = [is_array(leaf) for _, leaf in pairs]
-        arrays = [leaf for (_, leaf), keep in zip(pairs, dynamic, strict=True) if keep]
-        static: list[Any] = []
-
-        def flat(*values: Any) -> list[Any]:
-            given = iter(values)
-            leaves = [
-                next(given) if keep else leaf
-                for (_, leaf), keep in zip(pairs, dynamic, strict=True)
-            ]
-            args, kwargs = jtu.tree_unflatten(treedef, leaves)
-            results, out_treedef = jtu.tree_flatten(func(*args, **kwargs))
-            traced = [eqx.is_array(result) for result in results]
-            static[:] = [
-                out_treedef,
-                [None if keep else leaf for leaf, keep in zip(results, traced, strict=True)],
-                traced,
-            ]
-            return [leaf for leaf, keep in zip(results, traced, strict=True) if keep]
-
-        graph = graph_of(jax.make_jaxpr(flat)(*arrays))
-        soft = [
-            len(path) > 1 and path[0].idx == 0 and path[1].idx in numbers
-            for (path, _), keep in zip(pairs, dynamic, strict=True)
-            if keep
-        ]
-        kinds = [
-            _kind(graph.avals[number], parameter, settings)
-            for number, parameter in zip(graph.inputs, soft, strict=True)
-        ]
-        made = plan(graph, kinds, settings)
-        results = iter(run(made, arrays, [Kind.WIDE] * len(graph.outputs)))
-        out_treedef, others, traced = static
-        return jtu.tree_unflatten(
-            out_treedef,
-            [next(results) if keep else leaf for leaf, keep in zip(others, traced, strict=True)],
-        )
+        call = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
+        check_rules(call.plan)
+        outputs = call.plan.graph.outputs
+        results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs))
+        avals = map(call.plan.graph.aval, outputs)
+        return call.rebuild([as_weak_as(*pair) for pair in zip(results, avals, strict=True)])
 
     return wrapped
 
 
-def _kind(aval: Any, parameter: bool, settings: Settings) -> Kind:
-    if not is_subject(aval, settings.compute):
-        return Kind.OTHER
-    return Kind.SOFT if parameter else Kind.WIDE
+def as_weak_as(value: Any, aval: Any) -> Any:
+    """A result that yields to the dtypes of others where it would without autocast."""
+    if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
+        return value
+    return jax.lax.convert_element_type_p.bind(
+        value, new_dtype=aval.dtype, weak_type=True, sharding=None
+    )
+
+
+def settings_of(
+    policy: Policy, *, islands: bool = True, reduce_dtype: DTypeLike | None = None
+) -> Settings:
+    """What a policy means for autocast."""
+    if policy.mode != "autocast":
+        raise ValueError(
+            f"the policy {str(policy)!r} casts arguments and nothing else; autocast takes one "
+            "without ':inputs'."
+        )
+    return Settings(
+        np.dtype(policy.compute),
+        islands,
+        policy.rules,
+        policy.accumulate is not None,
+        _reduce_dtype(reduce_dtype, policy.compute),
+    )
+
+
+def _reduce_dtype(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:
+    if dtype is None:
+        return FLOAT32 if compute == np.dtype(np.float16) else None
+    parsed = parse_dtype(dtype)
+    if parsed not in (FLOAT32, compute):
+        raise ValueError(
+            f"`reduce_dtype` is float32 or the compute dtype, {dtype_name(compute)}; got {dtype!r}."
+        )
+    return parsed

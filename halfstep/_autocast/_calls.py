@@ -21,7 +21,9 @@ from halfstep._autocast._types import (
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     # Inside of what the user recomputes there is nothing to store.
-    inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, without_islands(settings))
+    inner = plan(
+        graph_of(closed(node.params["jaxpr"]), node.scope), kinds, without_islands(settings)
+    )
     return nested(out_kinds(inner), inner)
 
 
@@ -37,7 +39,7 @@ def _run_remat(
 
 
 def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    inner = plan(graph_of(closed(node.params["jaxpr"])), kinds, settings)
+    inner = plan(graph_of(closed(node.params["jaxpr"]), node.scope), kinds, settings)
     return nested(out_kinds(inner), inner)
 
 

@@ -26,7 +26,9 @@ from halfstep._autocast._types import (
 def _plan_custom_jvp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    inner = plan(graph_of(closed(node.params["call_jaxpr"])), kinds, without_islands(settings))
+    inner = plan(
+        graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, without_islands(settings)
+    )
     return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
 
 
@@ -50,7 +52,7 @@ def _run_custom_jvp(
                 for tangent, primal in zip(tangents, primals, strict=True)
             ]
         jaxpr, captured, out_zeros = node.params["jvp_jaxpr_fun"].call_wrapped(*zeros[consts:])
-        graph = graph_of(core.ClosedJaxpr(jaxpr, captured))
+        graph = graph_of(core.ClosedJaxpr(jaxpr, captured), node.scope)
         moving = [i for i in range(consts, len(primals)) if not zeros[i]]
         given = [*primals[consts:], *(tangents[i] for i in moving)]
         of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
@@ -88,7 +90,9 @@ def _zero_tangent(value: Any) -> Any:
 def _plan_custom_vjp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    inner = plan(graph_of(closed(node.params["call_jaxpr"])), kinds, without_islands(settings))
+    inner = plan(
+        graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, without_islands(settings)
+    )
     return nested(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
@@ -107,7 +111,7 @@ def _run_custom_vjp(
     def forward(*values: Any) -> Any:
         flags = [jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals]
         jaxpr, captured = params["fwd_jaxpr_thunk"].call_wrapped(*flags[consts:])
-        graph = graph_of(core.ClosedJaxpr(jaxpr, captured))
+        graph = graph_of(core.ClosedJaxpr(jaxpr, captured), node.scope)
         made = plan(graph, kinds[consts:], settings)
         _, _, forwarded = params["out_trees"]()
         stored = sum(number is None for number in forwarded)
@@ -153,7 +157,7 @@ def _run_custom_vjp(
             ]
             return [_dense(value) for value in params["bwd"].call_wrapped(*given)]
 
-        graph = graph_of(jax.make_jaxpr(flat)(*only(traced)))
+        graph = graph_of(jax.make_jaxpr(flat)(*only(traced)), node.scope)
         made = plan(graph, only(of_given), settings)
         given = only([*residuals, *cotangents])
         results = iter(run(made, given, [Kind.WIDE] * len(graph.outputs)))

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.extend import core
 
 from halfstep._jaxprs import jaxprs_in
+from halfstep._rules import plain_scope
 
 # Calls that are nothing but their inside.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -37,6 +38,8 @@ class Node:
     outs: tuple[int, ...]
     source: Any
     effects: bool
+    outer: str = ""
+    """The scopes that the whole function is in."""
 
     @property
     def name(self) -> str:
@@ -46,7 +49,8 @@ class Node:
     @property
     def scope(self) -> str:
         """The named scopes that it is in, outermost first, with `/` between them."""
-        return str(self.source.name_stack)
+        own = str(self.source.name_stack)
+        return plain_scope("/".join(part for part in (self.outer, own) if part))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,9 +79,9 @@ class Graph:
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]
 
 
-def graph_of(function: core.ClosedJaxpr) -> Graph:
-    """Flatten a traced function."""
-    builder = _Builder()
+def graph_of(function: core.ClosedJaxpr, scope: str = "") -> Graph:
+    """Flatten a traced function, which is in a scope."""
+    builder = _Builder(scope)
     inputs = tuple(builder.new(var.aval) for var in function.jaxpr.invars)
     outputs = builder.inline(function.jaxpr, function.consts, inputs, None)
     return Graph(
@@ -100,7 +104,8 @@ def is_unspecified(sharding: Any) -> bool:
 
 
 class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
         self.avals: list[Any] = []
         self.nodes: list[Node] = []
         self.constants: list[tuple[int, Any]] = []
@@ -143,6 +148,7 @@ class _Builder:
                     outs,
                     source,
                     bool(equation.effects),
+                    self.scope,
                 )
             )
         return [read(atom) for atom in jaxpr.outvars]

@@ -11,22 +11,39 @@ import numpy as np
 class Kind(enum.IntEnum):
     """How a value takes part in the choice of precision, from yielding to demanding.
 
-    `SOFT` and `WIDE` values are held as traced (float32), `LOW` ones in the compute dtype. `OTHER`
-    values (integers, 16-bit floats of the user's, complex numbers, keys) are no business of ours.
+    `LOW` values are held in the compute dtype, all others as traced (float32). `OTHER` values
+    (integers, 16-bit floats of the user's, complex numbers, keys) are no business of ours.
     """
 
     OTHER = 0
     SOFT = 1
-    """A parameter or a constant: goes along with whatever it meets."""
-    LOW = 2
+    """A constant, or what is made of parameters: goes along with whatever it meets."""
+    PARAM = 2
+    """A parameter itself. The same, but where a loop updates it, it is carried in float32."""
+    LOW = 3
     """In the compute dtype."""
-    WIDE = 3
+    WIDE = 4
     """In float32, and so is what is made of it, until it enters a contraction."""
+    KEPT = 5
+    """In float32 because the user says so, and so is a contraction that it enters."""
+
+    @property
+    def yields(self) -> bool:
+        """Whether it goes along with whatever it meets."""
+        return self in (Kind.SOFT, Kind.PARAM)
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of a value that is any of these."""
     return max(kinds, default=Kind.OTHER)
+
+
+def carried(before: Kind, after: Kind) -> Kind:
+    """The kind of a loop's carry that comes in as one kind and goes on as another."""
+    if before is Kind.PARAM and after not in (Kind.PARAM, Kind.KEPT):
+        # Steps that are small beside a parameter would be lost in 16 bits.
+        return Kind.WIDE
+    return join((before, after))
 
 
 def is_subject(aval: Any, compute: np.dtype) -> bool:

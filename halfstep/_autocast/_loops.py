@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from halfstep._autocast._graph import Constant, Graph, Node, closed, graph_of
-from halfstep._autocast._kinds import Kind, join
+from halfstep._autocast._kinds import Kind, carried, join
 from halfstep._autocast._types import (
     FLOAT32,
     Decision,
@@ -24,7 +24,7 @@ from halfstep._autocast._types import (
 
 
 def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    inner = graph_of(node.params["jaxpr"])
+    inner = graph_of(node.params["jaxpr"], node.scope)
     first, carries = node.params["num_consts"], node.params["num_carry"]
     current = list(kinds)
     for position in _accumulators(inner, first, carries):
@@ -33,7 +33,7 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
         made = plan(inner, current, settings)
         outs = out_kinds(made)
         stable = [
-            join((before, after))
+            carried(before, after)
             for before, after in zip(current[first : first + carries], outs, strict=False)
         ]
         if stable == current[first : first + carries]:
@@ -98,7 +98,8 @@ def _hold(
 
 def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     params = node.params
-    condition, body = graph_of(params["cond_jaxpr"]), graph_of(params["body_jaxpr"])
+    condition = graph_of(params["cond_jaxpr"], node.scope)
+    body = graph_of(params["body_jaxpr"], node.scope)
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_condition, of_body = list(kinds[: split[0]]), list(kinds[split[0] : split[1]])
     carry = list(kinds[split[1] :])
@@ -106,7 +107,7 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
         carry[position - len(of_body)] = Kind.WIDE
     while True:
         made = plan(body, [*of_body, *carry], settings)
-        stable = [join(pair) for pair in zip(carry, out_kinds(made), strict=True)]
+        stable = [carried(*pair) for pair in zip(carry, out_kinds(made), strict=True)]
         if stable == carry:
             test = plan(condition, [*of_condition, *carry], settings)
             return nested(carry, (test, made, (*of_condition, *of_body, *carry)))
@@ -140,7 +141,8 @@ def _run_while(
 
 def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     branches = [
-        plan(graph_of(closed(branch)), kinds[1:], settings) for branch in node.params["branches"]
+        plan(graph_of(closed(branch), node.scope), kinds[1:], settings)
+        for branch in node.params["branches"]
     ]
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
     return nested(outs, tuple(branches))

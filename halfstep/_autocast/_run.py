@@ -11,10 +11,12 @@ import numpy as np
 from jax.extend import source_info_util
 
 from halfstep._autocast import _calls, _derivatives, _loops
+from halfstep._autocast._contract import contract
+from halfstep._autocast._decide import bind_by
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import Rule
+from halfstep._autocast._table import TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Plan, held_dtype
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
@@ -88,8 +90,11 @@ def _operand(env: _Environment, operand: Operand, index: int) -> Any:
     plan, decision = env.plan, env.plan.decisions[index]
     kind = plan.seen(operand, plan.levels[index])
     dtype = held(plan, operand, kind)
-    if decision.inner is not None or dtype is None:
+    if decision.inner is not None or decision.function is not None or dtype is None:
         return env.read(operand, dtype)
+    if kind.yields and decision.rule is Rule.COMPUTE and _has_own_gradients(plan, index):
+        # A parameter, whose gradient is to be wider than the product's operands are.
+        return env.read(operand, FLOAT32)
     if plan.graph.nodes[index].name == "convert_element_type":
         # To another dtype of the user's: from whichever it is held in.
         return env.read(operand, None)
@@ -108,7 +113,7 @@ def _operand(env: _Environment, operand: Operand, index: int) -> Any:
 def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
     """Whether arithmetic in the compute dtype spreads a parameter, such as a bias, over it."""
     decision = plan.decisions[index]
-    if kind is not Kind.SOFT or decision.rule is not Rule.WIDEST or decision.dtype == FLOAT32:
+    if not kind.yields or decision.rule is not Rule.WIDEST or decision.dtype == FLOAT32:
         return False
     own, shape = (
         plan.graph.aval(operand).shape,
@@ -121,12 +126,42 @@ def bind(node: Node, decision: Decision, operands: Sequence[Any], plan: Plan) ->
     """Run one operation."""
     if decision.inner is not None:
         return _RUNNERS[node.name](node, decision, operands, plan.settings, run)
+    if decision.function is not None:
+        return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
+    if decision.rule is Rule.COMPUTE and _is_contraction(node):
+        wide = [operand.dtype == FLOAT32 for operand in operands[:2]]
+        out = FLOAT32 if Kind.WIDE in decision.outs else decision.dtype
+        if any(wide) or out == FLOAT32:
+            reduce = plan.settings.reduce or decision.dtype
+            gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
+            compute = decision.dtype
+            return [
+                contract(
+                    node.primitive,
+                    params,
+                    operands,
+                    compute=compute,
+                    out=out,
+                    gradients=gradients,
+                )
+            ]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
     subfuns, params = bind_params(node.primitive, params)
     results = node.primitive.bind(*subfuns, *operands, **params)
     return results if node.primitive.multiple_results else [results]
+
+
+def _is_contraction(node: Node) -> bool:
+    return TABLE.get(node.name) is Rule.COMPUTE
+
+
+def _has_own_gradients(plan: Plan, index: int) -> bool:
+    """Whether a contraction makes the gradients of parameters in a dtype of their own."""
+    reduce = plan.settings.reduce
+    wider = reduce is not None and reduce != plan.settings.compute
+    return wider and _is_contraction(plan.graph.nodes[index])
 
 
 def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -17,6 +17,8 @@ class Rule(enum.Enum):
     """Moves or compares values and rounds nothing: runs in the dtype of its operands."""
     AS_TRACED = "as traced"
     """Runs as the function was written."""
+    ACCUMULATE = "accumulate"
+    """A contraction of operands in the compute dtype whose result is float32; by a rule only."""
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What a plan is: a function, and how each of its operations runs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from halfstep._autocast._graph import Constant, Graph, Operand
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._table import Rule
+from halfstep._rules import PrecisionFunction, PrecisionRule
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -19,6 +20,11 @@ class Settings:
 
     compute: np.dtype
     islands: bool = True
+    rules: tuple[PrecisionRule, ...] = ()
+    accumulate: bool = False
+    """Whether all contractions hand on their results in float32."""
+    reduce: np.dtype | None = None
+    """The dtype in which gradients of parameters come out of contractions, if it is another."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +40,10 @@ class Decision:
     known: bool = True
     inner: Any = None
     """What is planned for the functions inside of it."""
+    by: str = ""
+    """The rule of the user's that has decided, if one has."""
+    function: PrecisionFunction | None = None
+    """That of a rule which makes the operands itself."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +109,23 @@ def nested(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decisio
 def out_kinds(plan: Plan) -> list[Kind]:
     """What a function returns."""
     return [plan.out_kind(operand) for operand in plan.graph.outputs]
+
+
+def decided(plan: Plan) -> Iterator[tuple[Plan, int]]:
+    """All operations of a plan and of the plans inside of it, each with the plan that it is of."""
+    for index, decision in enumerate(plan.decisions):
+        yield plan, index
+        for inner in inner_plans(decision.inner):
+            yield from decided(inner)
+
+
+def inner_plans(inner: Any) -> Iterator[Plan]:
+    """The plans that a decision holds."""
+    if isinstance(inner, Plan):
+        yield inner
+    elif isinstance(inner, tuple):
+        for item in inner:
+            yield from inner_plans(item)
 
 
 def without_islands(settings: Settings) -> Settings:

@@ -345,7 +345,6 @@ def test_a_function_of_nothing_and_an_argument_that_is_returned():
     np.testing.assert_array_equal(autocast(lambda x: (x, x + 0))(x)[1], x)
 
 
-@pytest.mark.xfail(strict=True, reason="results that are weakly typed come back strongly typed")
 @every_format
 def test_weak_types_are_kept(policy: str):
     def func(w: Any, x: float) -> Any:

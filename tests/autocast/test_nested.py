@@ -150,10 +150,6 @@ def test_layers_as_xs(policy: str):
         assert error <= 3 * 15 * half_eps(policy)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="parameters that a loop inside of the function updates are held in the compute dtype",
-)
 @every_format
 def test_parameters_as_a_carry(policy: str):
     def train(w: Any, xs: Any) -> Any:

@@ -1,0 +1,205 @@
+"""Decide in which precision one operation runs: by the user's rules, then by the table."""
+
+import functools
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from halfstep._autocast import _calls, _derivatives, _loops
+from halfstep._autocast._graph import Graph, Node, is_scalar_literal
+from halfstep._autocast._kinds import Kind, is_subject, join
+from halfstep._autocast._table import COLLECTIVES, TABLE, Rule
+from halfstep._autocast._types import FLOAT32, Decision, Planner, Settings, held_dtype
+from halfstep._jaxprs import jaxprs_in
+from halfstep._keep import KEEP_SCOPE
+from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
+
+_PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
+_KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
+
+
+def decide(
+    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    """How an operation runs, given the kinds of its operands."""
+    chosen = _chosen(node, graph, settings)
+    nested = node.name in _PLANNERS
+    if chosen is not None and callable(chosen.outcome) and not nested:
+        return _by_function(node, graph, kinds, settings, chosen.outcome, str(chosen))
+    outcome = _outcome(node, chosen)
+    if nested and outcome is None:
+        return _PLANNERS[node.name](node, kinds, settings, plan)
+    compute = settings.compute
+    known = nested or node.name in TABLE
+    by = "" if outcome is None or chosen is None else str(chosen)
+    make = functools.partial(
+        _decision, [graph.avals[number] for number in node.outs], compute, known=known, by=by
+    )
+    barrier = node.effects or not known or node.name in COLLECTIVES or node.name == "pallas_call"
+    if nested:
+        return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
+    rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
+    if TABLE.get(node.name) is Rule.COMPUTE:
+        return _contraction(node, graph, kinds, settings, rule, make)
+    if rule is Rule.COMPUTE:
+        return make(rule, compute, Kind.LOW, barrier=barrier)
+    widest = _met(kinds)
+    if rule is Rule.FLOAT32:
+        kind = widest if widest in (Kind.SOFT, Kind.KEPT) else Kind.WIDE
+        return make(rule, FLOAT32, kind, barrier=barrier)
+    if rule is Rule.AS_TRACED:
+        return make(rule, FLOAT32, _made_as_traced(node, graph), barrier=barrier)
+    kind = Kind.SOFT if widest is Kind.OTHER else widest
+    dtype = compute if kind is Kind.LOW else FLOAT32
+    if node.name == "gather" and kind is Kind.SOFT and isinstance(node.ins[0], int):
+        # Looked up in the parameters' own precision, so that gradients are added up in it.
+        kind = Kind.LOW
+    return make(rule, dtype, kind, barrier=barrier)
+
+
+def _met(kinds: Sequence[Kind]) -> Kind:
+    """The kind of what is made of some values."""
+    widest = join(kinds)
+    if widest is Kind.KEPT and not all(k.yields or k in (Kind.OTHER, Kind.KEPT) for k in kinds):
+        # Kept is what the user has named, and not all that it ever meets.
+        return Kind.WIDE
+    return Kind.SOFT if widest.yields else widest
+
+
+def _contraction(
+    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings, rule: Rule, make: Any
+) -> Decision:
+    lowers = all(is_subject(graph.aval(operand), settings.compute) for operand in node.ins[:2])
+    if rule in (Rule.WIDEST, Rule.FOLLOW):
+        rule = Rule.COMPUTE if _met(kinds) is Kind.LOW else Rule.FLOAT32
+    asks = _asks_for_precision(node) or Kind.KEPT in kinds[:2]
+    if rule in (Rule.FLOAT32, Rule.AS_TRACED) or not lowers or asks:
+        return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
+    wide = rule is Rule.ACCUMULATE or settings.accumulate
+    out = Kind.WIDE if wide else Kind.LOW
+    return make(Rule.COMPUTE, settings.compute, out, barrier=True)
+
+
+def _decision(
+    outs: Sequence[Any],
+    compute: np.dtype,
+    rule: Rule,
+    dtype: np.dtype,
+    kind: Kind,
+    *,
+    barrier: bool,
+    known: bool,
+    by: str,
+) -> Decision:
+    kinds = tuple(kind if is_subject(aval, compute) else Kind.OTHER for aval in outs)
+    return Decision(rule, dtype, kinds, barrier, known, by=by)
+
+
+# The user's rules.
+
+
+def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | None:
+    """The first rule of the user's that is for an operation."""
+    scope = node.scope
+    if KEEP_SCOPE in scope:
+        return _KEEP
+    if not settings.rules:
+        return None
+    shapes = [
+        [jax.ShapeDtypeStruct(getattr(a, "shape", ()), getattr(a, "dtype", bool)) for a in avals]
+        for avals in (map(graph.aval, node.ins), map(graph.aval, node.outs))
+    ]
+    operation = Operation(node.name, scope, node.params, tuple(shapes[0]), tuple(shapes[1]))
+    for rule in settings.rules:
+        concerned = rule.outcome != "accumulate" or TABLE.get(node.name) is Rule.COMPUTE
+        if concerned and rule.matches(operation):
+            return rule
+    return None
+
+
+def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:
+    """What the user's rule makes of an operation; `None` if the table decides."""
+    if chosen is None or callable(chosen.outcome):
+        return None
+    outcome = Rule(chosen.outcome.replace("_", " "))
+    if node.name not in _PLANNERS or outcome in (Rule.FLOAT32, Rule.AS_TRACED):
+        return outcome
+    if chosen.op is not None and chosen.op == node.name:
+        raise ValueError(
+            f"the rule {str(chosen)!r} is for `{node.name}`, which is a call or a loop: it can run "
+            "as written (float32 or as_traced); for what is inside, name those operations, or a "
+            "scope."
+        )
+    return None
+
+
+def _by_function(
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    function: PrecisionFunction,
+    by: str,
+) -> Decision:
+    """By a function of the user's, which is asked what it would make of the operands."""
+    compute = settings.compute
+    operands = []
+    for operand, kind in zip(node.ins, kinds, strict=True):
+        aval = graph.aval(operand)
+        dtype = held_dtype(aval, kind, compute) or aval.dtype
+        operands.append(jax.ShapeDtypeStruct(aval.shape, dtype))
+    outs = jax.eval_shape(
+        lambda *values: bind_by(function, node, graph, compute, values), *operands
+    )
+    made = []
+    for number, out in zip(node.outs, outs, strict=True):
+        if not is_subject(graph.avals[number], compute):
+            made.append(Kind.OTHER)
+        else:
+            made.append(Kind.LOW if out.dtype == compute else Kind.WIDE)
+    barrier = node.effects or TABLE.get(node.name) is Rule.COMPUTE or node.name in COLLECTIVES
+    return Decision(Rule.AS_TRACED, FLOAT32, tuple(made), barrier, by=by, function=function)
+
+
+def bind_by(
+    function: PrecisionFunction, node: Node, graph: Graph, compute: np.dtype, values: Sequence[Any]
+) -> Sequence[Any]:
+    """Run an operation with what a function of the user's makes of its operands."""
+    original = [graph.aval(operand).dtype for operand in node.ins]
+    operands, params = function(compute, original, *values, **node.params)
+    results = node.primitive.bind(*operands, **params)
+    return results if node.primitive.multiple_results else [results]
+
+
+# The table, and what it cannot say.
+
+
+def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
+    if node.name == "div" and is_scalar_literal(node.ins[1]):
+        return Rule.WIDEST
+    if node.name == "mul" and node.ins[0] == node.ins[1] and isinstance(node.ins[0], int):
+        return Rule.FLOAT32
+    if node.name == "convert_element_type":
+        dtypes = {graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype}
+        # From float32 to float32: only whether JAX calls it weak changes.
+        return Rule.FOLLOW if dtypes == {FLOAT32} else Rule.AS_TRACED
+    if node.name == "scatter" and any(inner.eqns for inner in jaxprs_in(node.params)):
+        # `x.at[i].apply(f)`: f is a float32 function that is part of the operation.
+        return Rule.FLOAT32
+    return rule
+
+
+def _asks_for_precision(node: Node) -> bool:
+    precision = node.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    # DEFAULT is 0 and what everybody has who has not asked.
+    return any(p is not None and getattr(p, "value", p) not in (0, "DEFAULT") for p in asked)
+
+
+def _made_as_traced(node: Node, graph: Graph) -> Kind:
+    if node.name == "convert_element_type" and graph.aval(node.ins[0]).dtype == np.dtype(bool):
+        return Kind.SOFT
+    return Kind.SOFT if node.name in ("empty", "empty2") else Kind.WIDE

@@ -1,0 +1,79 @@
+"""Mark a part of a function that runs in float32, whatever the policy says."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+
+KEEP_SCOPE = "halfstep.keep_precision"
+"""The named scope by which it is marked: it goes through every transformation of JAX's."""
+
+
+class _KeptModule(eqx.Module):
+    """A module whose inside is left as it is; still a pytree of its parameters."""
+
+    module: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(KEEP_SCOPE):
+            return self.module(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    with jax.named_scope(KEEP_SCOPE):
+        yield
+
+
+def keep_precision(func: Callable[..., Any] | None = None) -> Any:
+    """Leave a function, or what is inside of a `with`, in the precision it is written in.
+
+    `autocast` does not lower the operations inside, matrix products and loops included. What comes
+    in from 16-bit operations is float32 there. Where there is no autocast it does nothing.
+
+    Args:
+        func: The function or Equinox module. Without it, a context manager is returned.
+
+    Returns:
+        The function, the module (a pytree with the same leaves), or the context manager.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def model(w, x):
+            with halfstep.keep_precision():
+                return x @ w
+
+
+        @halfstep.keep_precision
+        def decorated(w, x):
+            return x @ w
+
+
+        w, x = jnp.full((8, 8), 1 / 3), jnp.full((2, 8), 1 / 3)
+        assert (halfstep.autocast(model, "bf16")(w, x) == x @ w).all()
+        assert (halfstep.autocast(decorated, "bf16")(w, x) == x @ w).all()
+        ```
+    """
+    if func is None:
+        return _kept()
+    if not callable(func):
+        raise TypeError(
+            f"keep_precision takes a function or a module, got {type(func).__name__}. "
+            "As a context manager write `with keep_precision():`."
+        )
+    if isinstance(func, eqx.Module):
+        return _KeptModule(func)
+
+    @functools.wraps(func)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(KEEP_SCOPE):
+            return func(*args, **kwargs)
+
+    return kept

@@ -1,0 +1,164 @@
+"""Rules of the user's for single operations: what runs in which precision, against the table."""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal as OneOf, get_args
+
+import jax
+
+from halfstep._paths import compile_rule
+
+Outcome = OneOf["compute", "float32", "widest", "follow", "as_traced", "accumulate"]
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+PrecisionFunction = Callable[..., Any]
+"""`(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)`."""
+
+# What JAX writes around a scope that a transformation has gone through: `transpose(jvp(head))`.
+_TRANSFORMS = re.compile(r"\b(?:jvp|vmap|transpose|jit|pjit|rematted_computation|checkpoint)\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of a traced function, as a rule's `where` sees it.
+
+    Attributes:
+        primitive: The name of JAX's primitive, `"dot_general"`.
+        scope: The `jax.named_scope`s that it is in, outermost first: `"decoder/head"`.
+        params: What the primitive is bound with.
+        ins: Shapes and dtypes of the operands, as the function was written.
+        outs: The same of the results.
+    """
+
+    primitive: str
+    scope: str
+    params: Mapping[str, Any]
+    ins: tuple[jax.ShapeDtypeStruct, ...]
+    outs: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionRule:
+    """In which precision some operations run. The first rule of a policy that matches is used.
+
+    Attributes:
+        outcome: `"compute"` (operands and result in the compute dtype), `"float32"` (in float32,
+            contractions and whole loops included), `"widest"`, `"follow"` or `"as_traced"` (as in
+            the table of operations), `"accumulate"` (a contraction of operands in the compute dtype
+            whose result stays float32; other operations are not concerned), or a function
+            `(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)` that makes
+            what the operation is bound with.
+        op: Which primitives, by name; `*` and `?` may be used. `None` means all.
+        scope: Which `jax.named_scope`s, in the grammar of path rules: `"decoder/head"` and all
+            below it, `"**/attention"`. `None` means all.
+        where: A function of an `Operation` that says whether it is concerned.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def scores(params, x):
+            with jax.named_scope("head"):
+                return x @ params
+
+
+        rule = halfstep.PrecisionRule("float32", scope="head")
+        assert rule == halfstep.PrecisionRule.parse("scope:head=float32")
+        policy = halfstep.Policy(compute="bf16", rules=(rule,))
+        x, params = jnp.full((1, 8), 1 / 3), jnp.full((8, 1), 1 / 3)
+        assert halfstep.autocast(scores, policy)(params, x) == scores(params, x)
+        assert halfstep.autocast(scores, "bf16")(params, x) != scores(params, x)
+        ```
+    """
+
+    outcome: Outcome | PrecisionFunction
+    op: str | None = None
+    scope: str | None = None
+    where: Callable[[Operation], bool] | None = None
+
+    def __post_init__(self) -> None:
+        _check_outcome(self.outcome)
+        if self.op is None and self.scope is None and self.where is None:
+            raise ValueError("a rule says what it is for: give op=, scope= or where=.")
+        if self.scope is not None:
+            compile_rule(self.scope)
+        for text in (self.op, self.scope):
+            if text is not None and re.search(r"[,=@:]", text):
+                raise ValueError(
+                    f"{text!r} in a rule cannot contain a comma or one of '=@:'; write '?' in "
+                    "their place."
+                )
+
+    @staticmethod
+    def parse(text: str) -> "PrecisionRule":
+        """Read `"op:tanh=compute"`, `"scope:head=float32"` or `"op:dot_general@head=accumulate"`.
+
+        Raises:
+            ValueError: If the text is no rule.
+        """
+        found = re.fullmatch(
+            r"(?:op:(?P<op>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+))=(?P<outcome>.+)",
+            text.strip(),
+        )
+        if not found:
+            raise ValueError(
+                "a rule is a text such as 'op:tanh=compute', 'scope:decoder/head=float32' or "
+                f"'op:dot_general@decoder/head=accumulate'; got {text!r}."
+            )
+        outcome: Any = _check_outcome(found["outcome"].strip())
+        return PrecisionRule(outcome, op=found["op"], scope=found["scope"] or found["inside"])
+
+    def __str__(self) -> str:
+        place = f"op:{self.op}" if self.op else f"scope:{self.scope}"
+        if self.op and self.scope:
+            place += f"@{self.scope}"
+        elif self.op is None and self.scope is None:
+            place = "op:*"
+        if self.where is not None:
+            place += f" where {_name(self.where)}"
+        return f"{place}={_name(self.outcome) if callable(self.outcome) else self.outcome}"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it can be written down and read again: it holds no function."""
+        return self.where is None and not callable(self.outcome)
+
+    def matches(self, operation: Operation) -> bool:
+        """Whether an operation is concerned."""
+        if self.op is not None and not fnmatch.fnmatchcase(operation.primitive, self.op):
+            return False
+        if self.scope is not None and not compile_rule(self.scope).match(f"{operation.scope}/"):
+            return False
+        return self.where is None or bool(self.where(operation))
+
+
+def _check_outcome(outcome: Any) -> Any:
+    if not callable(outcome) and outcome not in OUTCOMES:
+        raise ValueError(
+            f"a rule's outcome is one of {', '.join(OUTCOMES)}, or a function; got {outcome!r}."
+        )
+    return outcome
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def plain_scope(scope: str) -> str:
+    """A scope without what transformations have written around it."""
+    if "(" not in scope:
+        return scope
+    return _TRANSFORMS.sub("", scope).replace(")", "")
+
+
+def as_rule(rule: Any) -> PrecisionRule:
+    """A rule from its text, or the rule itself."""
+    if isinstance(rule, PrecisionRule):
+        return rule
+    if isinstance(rule, str):
+        return PrecisionRule.parse(rule)
+    raise TypeError(f"a rule is a PrecisionRule or a text such as 'op:tanh=compute'; got {rule!r}.")

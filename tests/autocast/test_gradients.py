@@ -1,0 +1,150 @@
+"""The dtype in which gradients of parameters are made, and so summed over devices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+import halfstep
+from halfstep import autocast
+from tests._jaxprs import contractions, equations
+from tests.autocast._shared import W, X, compute, every_format
+from tests.preflight._compilers import need, own_cache as own_cache
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+def results(func: Callable[..., Any], *args: Any) -> list[str]:
+    return [
+        str(equation.outvars[0].aval.dtype)
+        for equation in equations(jax.make_jaxpr(func)(*args))
+        if equation.primitive.name == "dot_general"
+    ]
+
+
+def test_by_default():
+    assert results(jax.grad(autocast(loss, "f16")), W, X) == ["float16", "float32"]
+    assert results(jax.grad(autocast(loss, "bf16")), W, X) == ["bfloat16"] * 2
+
+
+@every_format
+def test_as_asked(policy: str):
+    low = str(compute(policy))
+    wide = jax.grad(autocast(loss, policy, reduce_dtype="f32"))
+    assert results(wide, W, X) == [low, "float32"]
+    assert set(contractions(wide, W, X)) == {low}
+    assert results(jax.grad(autocast(loss, policy, reduce_dtype=policy)), W, X) == [low] * 2
+
+
+def test_beyond_the_range():
+    """Four examples of 20000 each: no 16-bit sum holds the gradient, and float32 does."""
+    func = autocast(lambda w, x: jnp.sum(x @ w), "f16")
+    x = jnp.full((4, 1), 20000.0)
+    assert jax.grad(func)(jnp.ones((1, 1)), x) == 80000
+
+
+TRANSFORMS = {
+    "vmap over examples": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None]),
+    "vmap over weights": lambda f: lambda w, x: jax.vmap(f, (0, None))(jnp.stack([w, 2 * w]), x),
+    "vmap over both": lambda f: (
+        lambda w, x: jax.vmap(f, (2, 1))(jnp.stack([w, 2 * w], 2), jnp.stack([x, x], 1))
+    ),
+    "scan": lambda f: lambda w, x: jax.lax.scan(lambda c, r: (c, f(w, r[None])), 0, x)[1],
+    "remat": jax.checkpoint,
+    "jit": jax.jit,
+}
+
+
+@every_format
+@pytest.mark.parametrize("accumulate", ["", ",accumulate=f32"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_transformations(name: str, accumulate: str, policy: str):
+    made = autocast(loss, policy + accumulate, reduce_dtype="f32")
+    ours = TRANSFORMS[name](jax.grad(made, argnums=(0, 1)))(W / 3, X)
+    exact = TRANSFORMS[name](jax.grad(loss, argnums=(0, 1)))(W / 3, X)
+    for got, right in zip(ours, exact, strict=True):
+        # Two roundings of the operands, one of the product, one of what comes back; twice.
+        error = np.linalg.norm(got - right) / np.linalg.norm(right)
+        assert error <= 8 * halfstep.FORMATS[policy].eps / 2
+
+
+@every_format
+def test_second_derivatives(policy: str):
+    """Forward over reverse, and reverse over reverse."""
+    ours, exact = autocast(loss, policy, reduce_dtype="f32"), loss
+    forward = [jax.jvp(jax.grad(f), (W / 3, X), (W, X))[1] for f in (ours, exact)]
+    reverse = [
+        jax.grad(lambda w, f=f: jnp.sum(jax.grad(f)(w, X) ** 2))(W / 3) for f in (ours, exact)
+    ]
+    for got, right in (forward, reverse):
+        # Twice as many roundings as a gradient has.
+        error = np.linalg.norm(got - right) / np.linalg.norm(right)
+        assert error <= 16 * halfstep.FORMATS[policy].eps / 2
+
+
+@every_format
+def test_a_convolution(policy: str):
+    def func(kernel: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME") ** 2)
+
+    kernel = jax.random.normal(jax.random.key(0), (5, 3, 3, 3))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 8, 8))
+    for transform in (lambda f: f, lambda f: lambda k, x: jax.vmap(f, (None, 0))(k, x[:, None])):
+        gradient = jax.grad(autocast(func, policy, reduce_dtype="f32"))
+        got = transform(gradient)(kernel, x)
+        right = transform(jax.grad(func))(kernel, x)
+        error = np.linalg.norm(got - right) / np.linalg.norm(right)
+        assert error <= 8 * halfstep.FORMATS[policy].eps / 2
+
+
+# What crosses the wires of four H100s.
+
+
+def sharded(mesh: AbstractMesh, *, fsdp: bool, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A step of two layers; parameters whole on every device, or in four parts."""
+
+    def array(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    spec = P("data") if fsdp else P()
+    params = {"up": array(512, 2048, spec=spec), "down": array(2048, 512, spec=spec)}
+
+    def objective(params: Any, x: Any) -> Any:
+        return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"]) ** 2)
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(autocast(objective, **options))(params, x)
+        return jax.tree.map(
+            lambda p, g: jax.lax.with_sharding_constraint(p - 0.1 * g, NamedSharding(mesh, spec)),
+            params,
+            grads,
+        )
+
+    return step, (params, array(1024, 512, spec=P("data")))
+
+
+CASES = [
+    ({"policy": "bf16"}, "bfloat16"),
+    ({"policy": "bf16", "reduce_dtype": "f32"}, "float32"),
+    ({"policy": "f16"}, "float32"),
+    ({"policy": "f16", "reduce_dtype": "f16"}, "float16"),
+]
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("fsdp", [False, True], ids=["data parallel", "fsdp"])
+@pytest.mark.parametrize(("options", "dtype"), CASES, ids=lambda c: str(c))
+def test_over_four_devices(fsdp: bool, options: dict[str, Any], dtype: str):
+    need("cuda")
+    step, args = sharded(AbstractMesh((4,), ("data",)), fsdp=fsdp, **options)
+    (entry,) = halfstep.preflight(
+        step, args, targets="h100:1x4", donate_argnums=0, gemm="library", progress=False
+    ).entries
+    sums = [c for c in entry.collectives or () if c.kind in ("all-reduce", "reduce-scatter")]
+    assert {c.dtype for c in sums} == {dtype}
