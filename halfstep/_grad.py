@@ -1,4 +1,4 @@
-"""Gradients in mixed precision: cast, scale, differentiate, unscale, judge."""
+"""Gradients in mixed precision: autocast, scale, differentiate, unscale, judge."""
 
 import functools
 import warnings
@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from halfstep._arguments import Arguments
+from halfstep._autocast import autocast
 from halfstep._cast import cast_arguments, cast_tree, is_castable
 from halfstep._collective import (
     Reduction,
@@ -70,6 +71,11 @@ def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(result).__name__}{length}."
         )
     return result
+
+
+def _contraction_dtype(wire: np.dtype | None, compute: np.dtype) -> np.dtype | None:
+    """The dtype of weights' gradients, given the one in which they are to be summed."""
+    return wire if wire in (compute, np.dtype(np.float32)) else None
 
 
 def _in_width(grad: jax.Array, param: jax.Array) -> jax.Array:
@@ -140,13 +146,17 @@ def filter_value_and_grad(
     axis_names: str | Sequence[str] = (),
     axis_reduction: Reduction = "sum",
     reduce_dtype: DTypeLike | None = None,
+    islands: bool = True,
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Like `eqx.filter_value_and_grad`, in mixed precision and with loss scaling.
 
-    The floating-point arguments enter `func` in the policy's compute dtype (persistent state keeps
-    its own), the loss is taken to float32 and scaled, gradients are unscaled in float32 with the
-    scale that was applied, and one verdict says whether everything is finite. Differentiation is
-    with respect to the inexact arrays of the first argument.
+    `func` is rewritten by `autocast`: matrix products and convolutions in the policy's compute
+    dtype, what 16 bits would spoil in float32. The loss is taken to float32 and scaled, gradients
+    are unscaled in float32 with the scale that was applied, and one verdict says whether everything
+    is finite. Differentiation is with respect to the inexact arrays of the first argument.
+
+    With a policy such as `"bf16:inputs"` nothing is rewritten: the floating-point arguments enter
+    `func` in the compute dtype (persistent state keeps its own), as in the MPX paper.
 
     Args:
         func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -156,6 +166,7 @@ def filter_value_and_grad(
             `func` gives it without mixed precision, so state that goes in and out stays stable.
         keep: Rules for arguments that are not cast, beside the policy's own: paths that begin
             with the function's parameter names, `("state", "batch/targets", "**/running_var")`.
+            What they enter is computed in float32.
         check_finite: Whether finiteness is computed. By default if there is a loss scale.
         microbatches: In how many turns the batch is processed. Losses and gradients are summed in
             float32 in the order of the microbatches, with the scale held fixed; then they are
@@ -170,7 +181,10 @@ def filter_value_and_grad(
         axis_names: Mesh axes, inside `shard_map`, over which the loss and the gradients are
             reduced and the verdict is agreed. The loss that `func` returns is the shard's own.
         axis_reduction: `"sum"` or `"mean"` over `axis_names`.
-        reduce_dtype: The dtype in which gradients cross `axis_names`; float32 by default.
+        reduce_dtype: The dtype in which gradients cross `axis_names`, float32 by default; and in
+            which those of weights come out of matrix products, so the one in which `jit` sums them
+            over devices: by default float32 where the compute dtype is float16, else that dtype.
+        islands: Whether float32 regions are computed again for the gradient instead of stored.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, finite, grads)`, where
@@ -216,11 +230,21 @@ def filter_value_and_grad(
     if carry is not None and not (has_aux and microbatches > 1):
         raise ValueError("`carry` goes with has_aux=True and microbatches > 1.")
     rules = (*policy.keep, *keep)
+    # Nothing is rewritten in float32, or where the user wants arguments to be cast.
+    rewrites = policy.mode == "autocast" and policy.compute.itemsize < 4
+    run = func
+    if rewrites:
+        run = autocast(
+            func,
+            policy.replace(keep=rules),
+            islands=islands,
+            reduce_dtype=_contraction_dtype(wire, policy.compute),
+        )
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)
     def differentiate(params: Any, static: Any, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         model = eqx.combine(params, static)
-        loss, aux = _split_result(func(model, *args, **kwargs), has_aux)
+        loss, aux = _split_result(run(model, *args, **kwargs), has_aux)
         loss = _to_float32(loss)
         return scaling.scale(loss), (loss, aux)
 
@@ -228,19 +252,24 @@ def filter_value_and_grad(
         # Marked as varying: JAX would else sum the cotangents over the mesh by itself, in the
         # compute dtype, where finite shards can add up to infinity.
         model = vary_tree(args[0], axes)
-        # Cast before, not inside, of what is differentiated: a cast has no derivative to trace.
-        (low_model, *low), low_kwargs = cast_arguments(
-            func,
-            (model, *args[1:]),
-            kwargs,
-            policy.compute,
-            keep=rules,
-            float64=policy.casts_float64,
-        )
+        given, given_kwargs = (model, *args[1:]), kwargs
+        if not rewrites or policy.casts_float64:
+            # Before, not inside, of what is differentiated: a cast has no derivative to trace.
+            given, given_kwargs = cast_arguments(
+                func,
+                given,
+                kwargs,
+                jnp.float32 if rewrites else policy.compute,
+                keep=rules,
+                float64=policy.casts_float64,
+            )
+        low_model, *low = given
         trained = jtu.tree_map(eqx.is_inexact_array, model)
         low_params, static = eqx.partition(low_model, trained)
-        (_, (loss, aux)), grads = differentiate(low_params, static, tuple(low), low_kwargs)
-        return loss, _restore_aux(aux, func, args, kwargs, policy), grads
+        (_, (loss, aux)), grads = differentiate(low_params, static, tuple(low), given_kwargs)
+        if not rewrites:
+            aux = _restore_aux(aux, func, args, kwargs, policy)
+        return loss, aux, grads
 
     @functools.wraps(func)
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

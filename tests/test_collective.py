@@ -62,7 +62,7 @@ def test_one_bad_shard_is_everybodys_verdict(mesh, check_vma: bool, bad: int):
 
     def step(w, x):
         scaling, finite, _ = halfstep.filter_grad(
-            loss, DynamicLossScaling(2.0**4), policy="f16", axis_names=("data",)
+            loss, DynamicLossScaling(2.0**4), policy="f16:inputs", axis_names=("data",)
         )(w, x)
         stack = jnp.stack([scaling.loss_scaling, finite.finite.astype(jnp.float32)])
         return jax.lax.pcast(stack, "data", to="varying")[None] if check_vma else stack[None]
@@ -119,7 +119,7 @@ def test_a_bad_gradient_of_one_shards_own_parameter(mesh, check_vma: bool, bad: 
             return jnp.sum(w * x - jax.lax.stop_gradient(w * x))
 
         verdict = halfstep.filter_value_and_grad(
-            local, DynamicLossScaling(2.0**4), policy="f16", axis_names="data"
+            local, DynamicLossScaling(2.0**4), policy="f16:inputs", axis_names="data"
         )(w, x)[2]
         flags = jnp.stack([verdict.finite, verdict.loss_finite])
         return jax.lax.pcast(flags, "data", to="varying")[None] if check_vma else flags[None]

@@ -9,6 +9,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, Policy
+from tests._jaxprs import contractions
 
 COMPUTE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 policies = pytest.mark.parametrize("policy", COMPUTE)
@@ -68,7 +69,7 @@ class TestDropIn:
             assert x.dtype == jnp.bfloat16
             return jnp.sum(w * x)
 
-        grad = halfstep.filter_grad(loss)
+        grad = halfstep.filter_grad(loss, policy="bf16:inputs")
         assert grad.__name__ == "loss"
         assert grad.__doc__ == "Doc."
         assert np.array_equal(grad(jnp.ones(2), x=jnp.ones(2))[2], [1, 1])
@@ -80,8 +81,12 @@ class TestDropIn:
             def __call__(self, model, x):
                 return jnp.sum(self.weight.astype(x.dtype) * model * x)
 
-        _, _, grads = halfstep.filter_grad(Loss(jnp.ones(2)), keep=("x",), policy="bf16")(
+        _, _, grads = halfstep.filter_grad(Loss(jnp.ones(2)), keep=("x",), policy="bf16:inputs")(
             jnp.ones(2, jnp.float32), jnp.ones(2, jnp.bfloat16)
+        )
+        assert grads.dtype == jnp.float32
+        _, _, grads = halfstep.filter_grad(Loss(jnp.ones(2)), keep=("x",), policy="bf16")(
+            jnp.ones(2), jnp.ones(2)
         )
         assert grads.dtype == jnp.float32
 
@@ -97,18 +102,35 @@ class TestPrecision:
 
         model, x, y = problem(jax.random.key(0))
         value, _, _, grads = halfstep.filter_value_and_grad(
-            loss, scaling_for(policy), policy=policy
+            loss, scaling_for(policy), policy=f"{policy}:inputs"
         )(model, x, y)
         assert {str(d) for d in seen.values()} == {COMPUTE[policy]}
         assert {str(g.dtype) for g in jtu.tree_leaves(grads)} == {"float32"}
         assert value.dtype == jnp.float32
 
     @policies
-    def test_error_is_that_of_the_format(self, policy: str, getkey):
+    def test_the_function_is_traced_as_it_is_written(self, policy: str):
+        def loss(model, x, y):
+            assert {str(leaf.dtype) for leaf in (model.layers[0].weight, x, y)} == {"float32"}
+            return quadratic(model, x, y)
+
+        model, *data = problem(jax.random.key(0))
+        params, static = eqx.partition(model, eqx.is_array)
+
+        def gradient(params, x, y):
+            step = halfstep.filter_grad(loss, scaling_for(policy), policy=policy)
+            return step(eqx.combine(params, static), x, y)[2].layers
+
+        assert {str(g.dtype) for g in jtu.tree_leaves(gradient(params, *data))} == {"float32"}
+        assert set(contractions(gradient, params, *data)) == {COMPUTE[policy]}
+
+    @policies
+    @pytest.mark.parametrize("mode", ["", ":inputs"])
+    def test_error_is_that_of_the_format(self, mode: str, policy: str, getkey):
         """The relative error of a two-layer network's gradient is a few roundings."""
         model, x, y = problem(getkey())
         exact = eqx.filter_grad(quadratic)(model, x, y)
-        _, _, grads = halfstep.filter_grad(quadratic, scaling_for(policy), policy=policy)(
+        _, _, grads = halfstep.filter_grad(quadratic, scaling_for(policy), policy=policy + mode)(
             model, x, y
         )
         difference = jtu.tree_map(lambda a, b: a - b, grads, exact)
@@ -124,7 +146,7 @@ class TestPrecision:
             return w + jnp.asarray(1.21, w.dtype)
 
         value, _, finite, grads = halfstep.filter_value_and_grad(
-            loss, DynamicLossScaling(2.0**15), policy="f16"
+            loss, DynamicLossScaling(2.0**15), policy="f16:inputs"
         )(jnp.asarray(1.0))
         assert finite
         assert value == np.float32(np.float16(1.0) + np.float16(1.21))
@@ -146,10 +168,11 @@ class TestPrecision:
         def loss(w):
             return jnp.sum(w * jnp.asarray(2.0**-10, w.dtype) * jnp.asarray(2.0**-16, w.dtype))
 
-        none = halfstep.filter_grad(loss, NoLossScaling(), policy="f16")(jnp.ones(2))[2]
-        scaled = halfstep.filter_grad(loss, DynamicLossScaling(2.0**12), policy="f16")(jnp.ones(2))[
-            2
-        ]
+        policy = "f16:inputs"
+        none = halfstep.filter_grad(loss, NoLossScaling(), policy=policy)(jnp.ones(2))[2]
+        scaled = halfstep.filter_grad(loss, DynamicLossScaling(2.0**12), policy=policy)(
+            jnp.ones(2)
+        )[2]
         assert np.array_equal(none, [0, 0])
         assert np.array_equal(scaled, [2.0**-26, 2.0**-26])
 
@@ -223,7 +246,9 @@ class TestAux:
             return total, total
 
         with pytest.warns(UserWarning, match=r"cannot be traced at its own dtypes.*in f32"):
-            (_, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True)(jnp.ones(3))
+            (_, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True, policy="bf16:inputs")(
+                jnp.ones(3)
+            )
         assert aux.dtype == jnp.float32
 
     def test_a_function_that_refuses_its_own_dtypes_without_a_word(self):
@@ -233,7 +258,9 @@ class TestAux:
             return jnp.sum(w), w
 
         with pytest.warns(UserWarning, match=r"at its own dtypes \(ValueError\), so its aux"):
-            (_, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True)(jnp.ones(3))
+            (_, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True, policy="bf16:inputs")(
+                jnp.ones(3)
+            )
         assert aux.dtype == jnp.float32
 
     def test_not_a_pair(self):
@@ -250,7 +277,7 @@ class TestKeep:
             return jnp.sum(model * batch["x"])
 
         batch = {"x": jnp.ones(2), "y": jnp.ones(2)}
-        policy = Policy.parse("c=bf16,keep=batch/y")
+        policy = Policy.parse("c=bf16,keep=batch/y:inputs")
         halfstep.filter_grad(loss, policy=policy, keep=("table",))(jnp.ones(2), batch, jnp.ones(2))
         assert {k: str(v) for k, v in seen.items()} == {
             "y": "float32",
@@ -273,7 +300,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("result", "message"),
         [
-            (lambda w: w, r"real floating-point scalar; got bfloat16\[2\]. Reduce it"),
+            (lambda w: w, r"real floating-point scalar; got float32\[2\]. Reduce it"),
             (lambda w: jnp.sum(w).astype(jnp.int32), r"got int32\[\]"),
             (lambda w: jnp.sum(w).astype(jnp.complex64), r"got complex64\[\]"),
             (lambda w: (jnp.sum(w), 1), "got tuple"),

@@ -37,7 +37,7 @@ def test_the_documented_order_bit_for_bit(policy: str, reduction, getkey):
         halfstep.filter_value_and_grad(
             lambda w, x: w * x[0],
             scaling,
-            policy=policy,
+            policy=f"{policy}:inputs",
             microbatches=n,
             batch=("x",),
             microbatch_reduction=reduction,

@@ -51,7 +51,7 @@ def decide(
         kind = widest if widest in (Kind.SOFT, Kind.KEPT) else Kind.WIDE
         return make(rule, FLOAT32, kind, barrier=barrier)
     if rule is Rule.AS_TRACED:
-        return make(rule, FLOAT32, _made_as_traced(node, graph), barrier=barrier)
+        return make(rule, FLOAT32, _made_as_traced(node, graph, kinds), barrier=barrier)
     kind = Kind.SOFT if widest is Kind.OTHER else widest
     dtype = compute if kind is Kind.LOW else FLOAT32
     if node.name == "gather" and kind is Kind.SOFT and isinstance(node.ins[0], int):
@@ -199,7 +199,9 @@ def _asks_for_precision(node: Node) -> bool:
     return any(p is not None and getattr(p, "value", p) not in (0, "DEFAULT") for p in asked)
 
 
-def _made_as_traced(node: Node, graph: Graph) -> Kind:
-    if node.name == "convert_element_type" and graph.aval(node.ins[0]).dtype == np.dtype(bool):
-        return Kind.SOFT
+def _made_as_traced(node: Node, graph: Graph, kinds: Sequence[Kind]) -> Kind:
+    if node.name == "convert_element_type":
+        # Of a mask, or of a parameter that is stored in 16 bits.
+        yields = graph.aval(node.ins[0]).dtype == np.dtype(bool) or kinds[0] is Kind.PARAM
+        return Kind.SOFT if yields else Kind.WIDE
     return Kind.SOFT if node.name in ("empty", "empty2") else Kind.WIDE

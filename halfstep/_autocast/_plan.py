@@ -38,9 +38,10 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
         state.from_low[number] = kind is Kind.LOW
     for number, value in graph.constants:
         if is_subject(graph.avals[number], settings.compute):
-            # What a function closes over may be a value of an outer trace: nothing is known of it.
+            # What a function closes over may be a value of an outer trace: nothing is known of it,
+            # and it may be a target of 100,000.
             known = not is_traced(value)
-            state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.SOFT
+            state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
     decisions = []
     for index, node in enumerate(graph.nodes):
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]

@@ -75,10 +75,10 @@ def trace(
         )
         if keep
     ]
-    subjects = [is_subject(graph.avals[number], settings.compute) for number in graph.inputs]
+    avals = [graph.avals[number] for number in graph.inputs]
     made = plan(
         graph,
-        [kind if ours else Kind.OTHER for kind, ours in zip(kinds, subjects, strict=True)],
+        [_of_dtype(kind, aval, settings) for kind, aval in zip(kinds, avals, strict=True)],
         settings,
     )
     treedef, others, traced = static
@@ -98,3 +98,11 @@ def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:
     if kept:
         return Kind.KEPT
     return Kind.PARAM if is_parameter and not leaf.is_state else Kind.WIDE
+
+
+def _of_dtype(kind: Kind, aval: Any, settings: Settings) -> Kind:
+    if is_subject(aval, settings.compute):
+        return kind
+    # A parameter that is stored in the compute dtype yields too, when it is made float32.
+    stored = kind is Kind.PARAM and getattr(aval, "dtype", None) == settings.compute
+    return kind if stored else Kind.OTHER

@@ -265,7 +265,7 @@ def filter_value_and_grad(
     def wrapper(*args: Any, **kwargs: Any) -> tuple:
         # Here and not outside: what "half" means is asked at the time of the call.
         if use_mixed_precision:
-            options: Any = {"policy": Policy(compute=half_precision_datatype())}
+            options: Any = {"policy": Policy(compute=half_precision_datatype(), mode="inputs")}
             applied = scaling
         else:
             options = {"policy": "f32", "keep": ("**",)}

@@ -62,10 +62,6 @@ class Row(abc.ABC):
     """One framework."""
 
     name: str
-    # The network's own 16-bit arithmetic overflows where the variance is above 65504.
-    overflows: bool = False
-    # BatchNorm's float32 statistics make its output float32, and so what comes after it.
-    widens: bool = False
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> Train:
@@ -143,7 +139,6 @@ class EquinoxNet(eqx.Module):
 
 class Equinox(FunctionalRow):
     name = "equinox"
-    overflows = True
 
     def init(self, key: jax.Array) -> Train:
         model, state = eqx.nn.make_with_state(EquinoxNet)(key)
@@ -214,7 +209,6 @@ class NnxFunctional(FunctionalRow):
     """NNX split into pure states, for `halfstep.filter_value_and_grad`."""
 
     name = "nnx-functional"
-    widens = True
 
     def __init__(self) -> None:
         self.graph = nnx_graph()
@@ -233,7 +227,6 @@ class NnxInPlace(Row):
     """NNX modules changed in place, by `halfstep.integrations.nnx`."""
 
     name = "nnx-in-place"
-    widens = True
 
     def __init__(self) -> None:
         self.graph = nnx_graph()
@@ -289,7 +282,6 @@ class Haiku(FunctionalRow):
     """Haiku; its averages are recognized by their names."""
 
     name = "haiku"
-    overflows = True
 
     def __init__(self) -> None:
         self.net = hk.transform_with_state(haiku_net)
@@ -317,7 +309,6 @@ class Plain(FunctionalRow):
     """No framework: dictionaries of arrays."""
 
     name = "dict"
-    overflows = True
 
     def init(self, key: jax.Array) -> Train:
         first, second = jax.random.split(key)

@@ -184,18 +184,8 @@ def test_contractions_run_in_the_compute_dtype(name: str, policy: str):
     assert contraction_dtypes(name, policy).count(low) > 0
 
 
-AUTOCAST_WIDE = pytest.mark.xfail(
-    strict=True,
-    reason="autocast: NNX's BatchNorm promotes its input to its statistics' float32, and what "
-    "comes after it follows; autocast will run contractions in the compute dtype whatever comes in",
-)
-rows_all_narrow = [
-    pytest.param(name, marks=AUTOCAST_WIDE) if row.widens else name for name, row in BY_NAME.items()
-]
-
-
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
-@pytest.mark.parametrize("name", rows_all_narrow)
+@every_row
 def test_every_contraction_runs_in_the_compute_dtype(name: str, policy: str):
     found = contraction_dtypes(name, policy)
     # Two forward, one back for the first layer's weights, two back for the head.
@@ -310,18 +300,7 @@ def test_four_devices(name: str, policy: str, mesh: jax.sharding.Mesh):
     assert same_bits(persistent(train), before)
 
 
-AUTOCAST_STATISTICS = pytest.mark.xfail(
-    strict=True,
-    reason="autocast: the network computes its variance in float16, where 160000 is infinite; "
-    "autocast will run the statistics in float32",
-)
-rows_at_std_400 = [
-    pytest.param(name, marks=AUTOCAST_STATISTICS) if row.overflows else name
-    for name, row in BY_NAME.items()
-]
-
-
-@pytest.mark.parametrize("name", rows_at_std_400)
+@every_row
 def test_batch_statistics_beyond_float16(name: str):
     row: Row = BY_NAME[name]
     batch = data(scale=400.0)
@@ -332,12 +311,6 @@ def test_batch_statistics_beyond_float16(name: str):
     assert distance(ours, theirs) <= tolerance("f16")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=TypeError,
-    reason="autocast: Equinox's BatchNorm in its 'ema' mode selects between 16-bit statistics of "
-    "the batch and the float32 running ones by lax.select, which wants one dtype",
-)
 def test_equinox_batch_norm_in_ema_mode():
     model, state = eqx.nn.make_with_state(EquinoxNet)(jax.random.key(0), mode="ema")
     gradient = halfstep.filter_grad(Equinox().loss, policy="bf16", has_aux=True)
