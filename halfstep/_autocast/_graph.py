@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
@@ -12,6 +14,7 @@ from jax.extend import core
 from halfstep._jaxprs import jaxprs_in
 from halfstep._rules import plain_scope
 
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 # Calls that are nothing but their inside.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -98,6 +101,11 @@ def closed(jaxpr: Any) -> core.ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
+def _is_of_jax(jaxpr: Any) -> bool:
+    name = getattr(jaxpr.debug_info, "func_filename", None)
+    return name is not None and name.startswith(_JAX)
+
+
 def is_unspecified(sharding: Any) -> bool:
     """Whether a call says nothing about where a value lies; JAX's name for that is private."""
     return type(sharding).__name__ == "UnspecifiedValue"
@@ -115,7 +123,12 @@ class _Builder:
         return len(self.avals) - 1
 
     def inline(
-        self, jaxpr: core.Jaxpr, consts: Sequence[Any], ins: Sequence[Operand], outer: Any
+        self,
+        jaxpr: core.Jaxpr,
+        consts: Sequence[Any],
+        ins: Sequence[Operand],
+        outer: Any,
+        caller: Any = None,
     ) -> list[Operand]:
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -133,9 +146,14 @@ class _Builder:
             source = equation.source_info
             if outer is not None:
                 source = source.replace(name_stack=outer.name_stack + source.name_stack)
+            if caller is not None:
+                source = source.replace(traceback=caller.traceback)
             if self.is_inlined(equation):
                 inner = next(jaxprs_in(equation.params))
-                results = self.inline(inner.jaxpr, inner.consts, operands, source)
+                # JAX keeps what it has traced of its own functions: their lines are those of the
+                # first call, wherever it was.
+                line = source if _is_of_jax(inner.jaxpr) else None
+                results = self.inline(inner.jaxpr, inner.consts, operands, source, line)
                 env.update(zip(equation.outvars, results, strict=True))
                 continue
             outs = tuple(self.new(var.aval) for var in equation.outvars)
