@@ -101,7 +101,8 @@ def closed(jaxpr: Any) -> core.ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
-def _is_of_jax(jaxpr: Any) -> bool:
+def is_of_jax(jaxpr: Any) -> bool:
+    """Whether a traced function is one of JAX's own."""
     name = getattr(jaxpr.debug_info, "func_filename", None)
     return name is not None and name.startswith(_JAX)
 
@@ -152,7 +153,7 @@ class _Builder:
                 inner = next(jaxprs_in(equation.params))
                 # JAX keeps what it has traced of its own functions: their lines are those of the
                 # first call, wherever it was.
-                line = source if _is_of_jax(inner.jaxpr) else None
+                line = source if is_of_jax(inner.jaxpr) else None
                 results = self.inline(inner.jaxpr, inner.consts, operands, source, line)
                 env.update(zip(equation.outvars, results, strict=True))
                 continue

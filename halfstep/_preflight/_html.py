@@ -4,9 +4,8 @@ import html as escaping
 from collections.abc import Sequence
 
 from halfstep._preflight._entry import PreflightEntry
-from halfstep._preflight._text import columns, footnotes, size
-
-_CELL = "padding:2px 10px;white-space:nowrap;text-align:"
+from halfstep._preflight._text import columns, footnotes
+from halfstep._tables import html_table, size
 
 
 def html(entries: Sequence[PreflightEntry]) -> str:
@@ -14,7 +13,7 @@ def html(entries: Sequence[PreflightEntry]) -> str:
     shown = columns(entries)
     head = [(heading, number) for heading, number, _ in shown]
     rows = [[(cell(entry), number) for _, number, cell in shown] for entry in entries]
-    parts = [_table(head, rows, [entry.fits for entry in entries])]
+    parts = [html_table(head, rows, [entry.fits for entry in entries])]
     wire = [
         [
             (entry.target, False),
@@ -30,31 +29,9 @@ def html(entries: Sequence[PreflightEntry]) -> str:
     if wire:
         names = ("target", "step", "collective", "dtype", "bytes a step", "count")
         heads = [(name, number) for name, (_, number) in zip(names, wire[0], strict=True)]
-        parts.append(_table(heads, wire, [True] * len(wire)))
+        parts.append(html_table(heads, wire, [True] * len(wire)))
     lines = footnotes(entries)
     lines += [f"{entry.target}, {entry.variant}: {n}." for entry in entries for n in entry.notes]
     parts.append("<p>" + "<br>".join(escaping.escape(line) for line in lines) + "</p>")
     # Wider than a narrow window: it scrolls, and the page does not.
     return '<div style="overflow-x:auto">' + "".join(parts) + "</div>"
-
-
-def _table(
-    head: Sequence[tuple[str, bool]],
-    rows: Sequence[Sequence[tuple[str, bool]]],
-    good: Sequence[bool],
-) -> str:
-    lines = [
-        '<table style="margin:0 0 0.8em"><thead><tr>',
-        *(_cell("th", *cell) for cell in head),
-        "</tr></thead><tbody>",
-    ]
-    for row, fits in zip(rows, good, strict=True):
-        lines.append("<tr>" if fits else '<tr style="color:#d32f2f;font-weight:bold">')
-        lines += [_cell("td", *cell) for cell in row]
-        lines.append("</tr>")
-    return "".join([*lines, "</tbody></table>"])
-
-
-def _cell(tag: str, text: str, number: bool) -> str:
-    side = "right" if number else "left"
-    return f'<{tag} style="{_CELL}{side}">{escaping.escape(text)}</{tag}>'

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from halfstep._preflight._entry import CODE, OUTPUTS, PADDING, TEMPORARIES, PreflightEntry
 from halfstep._preflight._errors import PreflightError
 from halfstep._preflight._roles import BATCH, OPTIMIZER, OTHER, PARAMETERS
-from halfstep._preflight._text import size
+from halfstep._tables import size
 
 # Told apart also by readers who do not see all colors (Okabe and Ito's palette).
 _COLORS = (

@@ -10,7 +10,8 @@ from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError
 from halfstep._preflight._html import html
 from halfstep._preflight._plot import plot
-from halfstep._preflight._text import detail, size, table
+from halfstep._preflight._text import detail, table
+from halfstep._tables import size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError, PreflightError
-from halfstep._preflight._text import size
+from halfstep._tables import size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,40 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from halfstep._preflight._entry import PreflightEntry
-
-_ABSENT = "-"
-
-
-def size(count: int | float | None) -> str:
-    """Bytes for people: `1.66 GiB`, `-4.1 MiB`."""
-    if count is None:
-        return _ABSENT
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= scale:
-            return f"{count / scale:.2f} {unit}" if unit != "KiB" else f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def flops(count: int | float) -> str:
-    """FLOPs for people: `1.28 TFLOP`."""
-    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} FLOP"
-
-
-def seconds(value: int | float) -> str:
-    """A time for people: `1.2 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
+from halfstep._tables import ABSENT, aligned, flops, percent, seconds, size
 
 
 def bound(entry: PreflightEntry) -> str:
     """The roofline's bound, marked as one."""
     if entry.roofline is None:
-        return _ABSENT
+        return ABSENT
     return f">= {seconds(entry.roofline.bound_seconds)} ({entry.roofline.limit})"
 
 
@@ -44,21 +17,12 @@ def precision(entry: PreflightEntry) -> str:
     """In which dtypes the contractions run, by share of the FLOPs."""
     by_dtype = entry.contraction_flops()
     if by_dtype is None:
-        return _ABSENT
+        return ABSENT
     total = sum(by_dtype.values())
     if not total:
         return "none"
     ordered = sorted(by_dtype.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {_percent(count / total)}" for name, count in ordered)
-
-
-def _percent(share: float) -> str:
-    # 100 % and 0 % are said only when they are exact.
-    if 0 < share < 0.001:
-        return "<0.1 %"
-    if 0.999 < share < 1:
-        return ">99.9 %"
-    return f"{share:.1%}".replace("%", " %").replace(".0 ", " ")
+    return ", ".join(f"{name} {percent(count / total)}" for name, count in ordered)
 
 
 COLUMNS: tuple[tuple[str, bool, Callable[[PreflightEntry], str]], ...] = (
@@ -138,16 +102,3 @@ def detail(entry: PreflightEntry) -> str:
     pairs += [("versions", ", ".join(f"{k} {v}" for k, v in entry.versions.items()))]
     pairs += [("note", note) for note in entry.notes]
     return aligned([list(pair) for pair in pairs], [False, False])
-
-
-def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
-    """Rows as columns of equal width, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, numbers, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""Figures and tables for people, as text and as HTML."""
+
+import html as escaping
+from collections.abc import Sequence
+
+ABSENT = "-"
+_CELL = "padding:2px 10px;white-space:nowrap;text-align:"
+
+
+def size(count: int | float | None) -> str:
+    """Bytes for people: `1.66 GiB`, `-4.1 MiB`."""
+    if count is None:
+        return ABSENT
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}" if unit != "KiB" else f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def flops(count: int | float) -> str:
+    """FLOPs for people: `1.28 TFLOP`."""
+    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} FLOP"
+
+
+def seconds(value: int | float) -> str:
+    """A time for people: `1.2 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def percent(share: float) -> str:
+    """A share for people: `99.2 %`."""
+    # 100 % and 0 % are said only when they are exact.
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    if 0.999 < share < 1:
+        return ">99.9 %"
+    return f"{share:.1%}".replace("%", " %").replace(".0 ", " ")
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
+    """Rows as columns of equal width, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numbers, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def html_table(
+    head: Sequence[tuple[str, bool]],
+    rows: Sequence[Sequence[tuple[str, bool]]],
+    good: Sequence[bool],
+) -> str:
+    """A table for notebooks. Cells say whether they are numbers; rows that are not good are red."""
+    lines = [
+        '<table style="margin:0 0 0.8em"><thead><tr>',
+        *(_cell("th", *cell) for cell in head),
+        "</tr></thead><tbody>",
+    ]
+    for row, fits in zip(rows, good, strict=True):
+        lines.append("<tr>" if fits else '<tr style="color:#d32f2f;font-weight:bold">')
+        lines += [_cell("td", *cell) for cell in row]
+        lines.append("</tr>")
+    return "".join([*lines, "</tbody></table>"])
+
+
+def _cell(tag: str, text: str, number: bool) -> str:
+    side = "right" if number else "left"
+    return f'<{tag} style="{_CELL}{side}">{escaping.escape(text)}</{tag}>'
