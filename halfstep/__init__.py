@@ -11,6 +11,14 @@ from halfstep._cast import (
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
 )
+from halfstep._explain import (
+    ExplainEntry as ExplainEntry,
+    ExplainFinding as ExplainFinding,
+    ExplainReport as ExplainReport,
+    ExplainTotals as ExplainTotals,
+    LintError as LintError,
+    explain as explain,
+)
 from halfstep._formats import (
     FORMATS as FORMATS,
     Format as Format,

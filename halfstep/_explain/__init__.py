@@ -1,0 +1,8 @@
+"""What runs in which precision, why, and what is wrong with it."""
+
+from halfstep._explain._api import explain as explain
+from halfstep._explain._entry import ExplainEntry as ExplainEntry
+from halfstep._explain._errors import LintError as LintError
+from halfstep._explain._finding import ExplainFinding as ExplainFinding
+from halfstep._explain._report import ExplainReport as ExplainReport
+from halfstep._explain._totals import ExplainTotals as ExplainTotals

@@ -1,0 +1,222 @@
+"""`explain`: what runs in which precision, and why."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfstep._autocast._api import autocast, settings_of
+from halfstep._autocast._trace import trace
+from halfstep._autocast._types import Settings
+from halfstep._explain._call import Call
+from halfstep._explain._casts import casts, is_float
+from halfstep._explain._contractions import ranges, unknown, unlowered
+from halfstep._explain._entry import name_of
+from halfstep._explain._finding import merged
+from halfstep._explain._magnitudes import magnitudes
+from halfstep._explain._places import Place
+from halfstep._explain._promotion import promotions
+from halfstep._explain._report import ExplainReport
+from halfstep._explain._residuals import Residual, by_dtype, residuals
+from halfstep._explain._sources import Finder
+from halfstep._explain._totals import ExplainTotals, contraction_flops, other_flops
+from halfstep._explain._walk import Step, walk
+from halfstep._explain._written import low_reductions, model_copies, stored_float32
+from halfstep._policy import Policy, as_policy
+
+_MEBIBYTE = 2**20
+
+
+def explain(
+    func: Callable[..., Any],
+    policy: Policy | str = "bf16",
+    *,
+    params: int | Sequence[int] = 0,
+    islands: bool = True,
+    values: bool = False,
+    min_bytes: int = _MEBIBYTE,
+) -> Callable[..., ExplainReport]:
+    """Say what `autocast` makes of a function: every operation, its dtypes, and why.
+
+    Nothing runs, unless `values=True` asks for it, so that arguments can be arrays or shapes
+    (`jax.ShapeDtypeStruct`).
+
+    Args:
+        func: Any function that can be traced: a loss, best of all.
+        policy: As for `autocast`.
+        params: As for `autocast`. What is stored for the backward pass is that of the gradient by
+            these arguments.
+        islands: As for `autocast`.
+        values: Run the function once as it is written, and look how large the results of
+            contractions are. This is how a matrix product that leaves float16's range is found.
+        min_bytes: Findings are about values of at least this size. A scalar or the vector of a norm
+            in float32 costs nothing.
+
+    Returns:
+        A function of the same arguments that returns an `ExplainReport`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            hidden = jax.nn.gelu(x @ params["up"])
+            return jnp.mean(jax.nn.softmax(hidden @ params["down"]) ** 2)
+
+
+        shape = jax.ShapeDtypeStruct
+        params = {
+            "up": shape((512, 2048), jnp.float32),
+            "down": shape((2048, 512), jnp.float32),
+        }
+        report = halfstep.explain(loss, "bf16")(params, shape((4096, 512), jnp.float32))
+        report.check(low=1.0, max_findings=0)
+        assert report.totals.stored.keys() == {"bf16"}
+        ```
+    """
+    policy = as_policy(policy)
+    settings = settings_of(policy, islands=islands)
+    numbers = (params,) if isinstance(params, int) else tuple(params)
+
+    def explained(*args: Any, **kwargs: Any) -> ExplainReport:
+        finder = Finder()
+        traced = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
+        root = Place(traced.plan, paths=traced.paths)
+        steps = walk(root, finder)
+        call = Call(func, args, kwargs)
+        notes = list(_notes(steps))
+        if values:
+            steps = _looked_into(root, steps, call, notes)
+        lowered = autocast(func, policy, params=params, islands=islands)
+        own = [n for n in numbers if n < len(args)]
+        stored = _stored(Call(lowered, args, kwargs), own, finder, notes)
+        written = _stored(call, own, finder, []) if stored is not None else None
+        entries = tuple(step.entry for step in steps)
+        added = casts(Call(lowered, args, kwargs)) - _own_casts(steps)
+        parameter_bytes = sum(
+            value.size * value.dtype.itemsize
+            for value, owner in zip(call.values, call.owners, strict=True)
+            if owner in own and jnp.issubdtype(value.dtype, jnp.floating)
+        )
+        findings = [
+            *promotions(steps, finder, min_bytes),
+            *unlowered(steps, min_bytes),
+            *low_reductions(steps, min_bytes),
+            *model_copies(steps, parameter_bytes, min_bytes),
+            *stored_float32(stored or (), min_bytes),
+            *unknown(steps, min_bytes),
+            *ranges(steps),
+        ]
+        return ExplainReport(
+            _name(func),
+            str(policy),
+            name_of(settings.compute),
+            entries,
+            _totals(entries, settings, added, stored, written),
+            merged(findings),
+            tuple(notes),
+        )
+
+    return explained
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, functools.partial):
+        return _name(func.func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _totals(
+    entries: tuple[Any, ...],
+    settings: Settings,
+    added: int,
+    stored: Sequence[Residual] | None,
+    written: Sequence[Residual] | None,
+) -> ExplainTotals:
+    counted = contraction_flops(entries)
+    total = sum(counted.values())
+    low = counted.get(name_of(settings.compute), 0)
+
+    def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
+        if found is None:
+            return None
+        return by_dtype([residual for residual in found if residual.of_argument == views])
+
+    return ExplainTotals(
+        counted,
+        low / total if total else 1.0,
+        other_flops(entries),
+        other_flops(entries, islands=True),
+        len({entry.island for entry in entries} - {None}),
+        added,
+        kept(stored, False),
+        kept(stored, True),
+        kept(written, False),
+    )
+
+
+def _stored(
+    call: Call, params: Sequence[int], finder: Finder, notes: list[str]
+) -> list[Residual] | None:
+    try:
+        return residuals(call, params, finder)
+    except Exception as error:  # Any error of the user's derivative rules ends up here.
+        first = f"{type(error).__name__}: {error}".partition("\n")[0]
+        notes.append(f"what is stored for the backward pass is not known: {first}")
+        return None
+
+
+def _looked_into(root: Place, steps: list[Step], call: Call, notes: list[str]) -> list[Step]:
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in call.values):
+        raise TypeError(
+            "values=True runs the function once and needs arrays; got jax.ShapeDtypeStruct. Leave "
+            "values= out, or pass arrays."
+        )
+    found = magnitudes(root, call.values)
+    if found.skipped:
+        names = ", ".join(found.skipped)
+        notes.append(f"contractions inside of {names} were not looked into for their values")
+    return [
+        dataclasses.replace(
+            step,
+            entry=dataclasses.replace(
+                step.entry, largest=found.largest.get((*step.place.key, step.index))
+            ),
+        )
+        for step in steps
+    ]
+
+
+def _own_casts(steps: list[Step]) -> int:
+    """Conversions between floating-point dtypes that the user has written."""
+    total = 0
+    for step in steps:
+        if step.entry.name == "convert_element_type":
+            graph = step.place.plan.graph
+            before, after = graph.aval(step.node.ins[0]).dtype, graph.avals[step.node.outs[0]].dtype
+            if before != after and is_float(before) and is_float(after):
+                total += step.entry.count
+    return total
+
+
+def _notes(steps: list[Step]) -> list[str]:
+    notes = []
+    labels = {label for step in steps for label in step.entry.within}
+    if "while" in labels:
+        notes.append("a while loop is counted as one turn")
+    if any(label.startswith("branch") for label in labels):
+        notes.append("all branches of a cond are counted")
+    if "shard_map" in labels:
+        notes.append("inside of shard_map the figures are those of one device")
+    kernels = sum(step.entry.name in ("pallas_call", "ffi_call") for step in steps)
+    if kernels:
+        notes.append(f"the FLOPs of {kernels} kernels are not counted")
+    by = sorted({step.entry.by for step in steps if step.entry.by and step.entry.is_contraction})
+    notes += [f"contractions decided by the rule {text}" for text in by]
+    return notes

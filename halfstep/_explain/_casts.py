@@ -1,0 +1,34 @@
+"""How many casts a function makes when it runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfstep._explain._call import Call
+from halfstep._jaxprs import jaxprs_in
+
+
+def casts(call: Call) -> int:
+    """Conversions between floating-point dtypes in one forward pass; loops by their length.
+
+    A `while` loop counts as one turn, and all branches of a `cond` count.
+    """
+    return _count(jax.make_jaxpr(call)(*call.values).jaxpr)
+
+
+def _count(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type":
+            before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+            total += before != after and is_float(before) and is_float(after)
+        elif equation.primitive.name != "pallas_call":
+            times = equation.params["length"] if equation.primitive.name == "scan" else 1
+            total += times * sum(_count(inner.jaxpr) for inner in jaxprs_in(equation.params))
+    return total
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is one of real floating-point numbers."""
+    return jnp.issubdtype(dtype, jnp.floating)

@@ -1,0 +1,119 @@
+"""What is known about one operation."""
+
+import dataclasses
+import math
+from typing import Any
+
+from halfstep._explain._sources import Source
+from halfstep._formats import dtype_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """The type of a value as it will be when the function runs."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def typed(aval: Any, dtype: Any = None) -> Typed:
+    """The type of a value, in another dtype if one is given."""
+    dtype = getattr(aval, "dtype", None) if dtype is None else dtype
+    shape = tuple(getattr(aval, "shape", ()))
+    if dtype is None:
+        return Typed(str(aval), shape, 0)
+    return Typed(name_of(dtype), shape, math.prod(shape) * dtype.itemsize)
+
+
+def name_of(dtype: Any) -> str:
+    """The short name of a dtype; also of one that NumPy does not know, such as a key's."""
+    try:
+        return dtype_name(dtype)
+    except TypeError:
+        return str(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainEntry:
+    """One operation of a function, as it will run.
+
+    Attributes:
+        name: JAX's name of the primitive.
+        source: The line of the user's code that it comes from: `file`, `line`, `function`.
+        scope: The `jax.named_scope`s that it is in, with `/` between them.
+        within: The loops, branches and calls that it is in, outermost first.
+        ins: Dtype and shape of its operands.
+        outs: Dtype and shape of its results.
+        rule: How its precision is decided: compute, float32, widest, follow or as traced.
+        reason: Why it runs in the dtype it runs in.
+        by: The rule of the policy's that has decided; empty if it was the table of operations.
+        island: The number of the float32 island that it is in, which is computed again for the
+            gradient instead of stored; `None` if it is in none.
+        count: How often it runs in one call. A `while` loop is counted as one turn.
+        flops: What one run computes.
+        is_contraction: Whether it is a dot or a convolution.
+        largest: The largest magnitude in a contraction's result; only with `values=True`.
+    """
+
+    name: str
+    source: Source
+    scope: str
+    within: tuple[str, ...]
+    ins: tuple[Typed, ...]
+    outs: tuple[Typed, ...]
+    rule: str
+    reason: str
+    by: str
+    island: int | None
+    count: int
+    flops: int
+    is_contraction: bool
+    largest: float | None = None
+
+    @property
+    def bytes_in(self) -> int:
+        """What one run reads."""
+        return sum(value.bytes for value in self.ins)
+
+    @property
+    def bytes_out(self) -> int:
+        """What one run writes."""
+        return sum(value.bytes for value in self.outs)
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes that go in and come out: `bf16 x f32 -> bf16`."""
+        ins = [value.dtype for value in self.ins]
+        outs = list(dict.fromkeys(value.dtype for value in self.outs))
+        if not self.is_contraction:
+            ins = list(dict.fromkeys(ins))
+        elif len(set(ins[:2])) == 1:
+            ins = ins[:1]
+        else:
+            ins = ins[:2]
+        return f"{' x '.join(ins) or '()'} -> {', '.join(outs) or '()'}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values for JSON."""
+        return {
+            "name": self.name,
+            "source": dataclasses.asdict(self.source),
+            "scope": self.scope,
+            "within": list(self.within),
+            "ins": list(map(str, self.ins)),
+            "outs": list(map(str, self.outs)),
+            "rule": self.rule,
+            "reason": self.reason,
+            "by": self.by,
+            "island": self.island,
+            "count": self.count,
+            "flops": self.flops,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "is_contraction": self.is_contraction,
+            "largest": self.largest,
+        }

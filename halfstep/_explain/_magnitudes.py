@@ -1,0 +1,120 @@
+"""How large the results of contractions are, from one run of the function as it is written."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfstep._autocast._graph import Constant
+from halfstep._autocast._run import bind_params
+from halfstep._explain._flops import CONTRACTIONS
+from halfstep._explain._places import Place, holds_functions, inside
+
+Key = tuple[int, ...]
+_CALLS = ("checkpoint", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "remat2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Magnitudes:
+    """The largest magnitude of each contraction, and what has not been looked into."""
+
+    largest: dict[Key, float]
+    """By the place's key and the number of the operation."""
+    skipped: tuple[str, ...]
+
+
+def magnitudes(place: Place, arrays: Sequence[Any]) -> Magnitudes:
+    """Run a function once in the precision it is written in, and look at its contractions."""
+    run = _Run()
+    found = jax.jit(lambda *values: run.of(place, values)[1])(*arrays)
+    return Magnitudes(
+        {key: float(value) for key, value in found.items()}, tuple(dict.fromkeys(run.skipped))
+    )
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+
+    def of(self, place: Place, values: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        """What a plan's function returns, and the magnitudes in it."""
+        graph = place.plan.graph
+        env: dict[int, Any] = dict(zip(graph.inputs, values, strict=True))
+        env.update(graph.constants)
+        largest: dict[Key, Any] = {}
+
+        def read(operand: Any) -> Any:
+            return operand.value if isinstance(operand, Constant) else env[operand]
+
+        for index, node in enumerate(graph.nodes):
+            operands = [read(operand) for operand in node.ins]
+            if holds_functions(place, index):
+                results, found = self.nested(place, index, operands)
+                largest.update(found)
+            else:
+                results = _bound(node, operands)
+            if node.name in CONTRACTIONS:
+                magnitude = jnp.max(jnp.abs(results[0]), initial=0)
+                largest[*place.key, index] = magnitude.astype(jnp.float32)
+            env.update(zip(node.outs, results, strict=True))
+        return [read(operand) for operand in graph.outputs], largest
+
+    def nested(
+        self, place: Place, index: int, operands: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        node = place.plan.graph.nodes[index]
+        inner = list(inside(place, index))
+        if node.name in _CALLS and len(inner) == 1:
+            return self.of(inner[0], operands)
+        if node.name == "scan":
+            return self.scanned(node, inner[0], operands)
+        if node.name == "cond":
+            return self.branched(inner, operands)
+        self.skipped.append(node.name)
+        return _bound(node, operands), {}
+
+    def scanned(
+        self, node: Any, inner: Place, operands: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        first, carries = node.params["num_consts"], node.params["num_carry"]
+        consts, init = operands[:first], operands[first : first + carries]
+
+        def body(carry: Any, x: Any) -> Any:
+            results, found = self.of(inner, [*consts, *carry, *x])
+            return tuple(results[:carries]), (tuple(results[carries:]), found)
+
+        carry, (ys, found) = jax.lax.scan(
+            body,
+            tuple(map(jnp.asarray, init)),
+            tuple(operands[first + carries :]),
+            length=node.params["length"],
+            reverse=node.params["reverse"],
+        )
+        return [*carry, *ys], {key: jnp.max(value, initial=0) for key, value in found.items()}
+
+    def branched(
+        self, inner: Sequence[Place], operands: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        which, *given = operands
+        keys = {
+            key
+            for branch in inner
+            for key in jax.eval_shape(lambda *values, b=branch: self.of(b, values)[1], *given)
+        }
+
+        def runner(branch: Place) -> Any:
+            def run(*values: Any) -> Any:
+                results, found = self.of(branch, values)
+                return results, {key: found.get(key, jnp.float32(0)) for key in keys}
+
+            return run
+
+        return jax.lax.switch(which, [runner(branch) for branch in inner], *given)
+
+
+def _bound(node: Any, operands: Sequence[Any]) -> list[Any]:
+    subfuns, params = bind_params(node.primitive, dict(node.params))
+    results = node.primitive.bind(*subfuns, *operands, **params)
+    return list(results) if node.primitive.multiple_results else [results]

@@ -1,0 +1,81 @@
+"""Why an operation runs in the dtype that it runs in."""
+
+from types import MappingProxyType
+
+from halfstep._autocast._graph import Constant, Node, Operand
+from halfstep._autocast._kinds import Kind
+from halfstep._autocast._table import GROUPS, TABLE, Rule
+from halfstep._autocast._types import Decision
+from halfstep._explain._entry import name_of
+from halfstep._explain._flops import CONTRACTIONS
+from halfstep._explain._places import Place
+from halfstep._explain._sources import Finder
+from halfstep._keep import KEEP_SCOPE
+
+_WHY = MappingProxyType({name: why for _, why, names in GROUPS for name in names})
+
+
+def reason(place: Place, index: int, finder: Finder) -> str:
+    """Why an operation runs as it does, in a few words."""
+    node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
+    by = decision.by or place.by
+    if by:
+        return "keep_precision" if KEEP_SCOPE in by else f"rule {by}"
+    if node.name in CONTRACTIONS and decision.rule is not Rule.COMPUTE:
+        return not_lowered(place, index)
+    if not decision.known:
+        return "not in the table of operations: runs as written"
+    if decision.rule in (Rule.WIDEST, Rule.FOLLOW):
+        return _followed(place, index, decision, finder)
+    if decision.rule is Rule.FLOAT32 and TABLE.get(node.name) is not Rule.FLOAT32:
+        return "a square" if node.name == "mul" else "a function applied to elements"
+    return _WHY[node.name]
+
+
+def not_lowered(place: Place, index: int) -> str:
+    """Why a contraction does not run in the compute dtype."""
+    node = place.plan.graph.nodes[index]
+    precision = node.params.get("precision")
+    dtypes = {place.plan.graph.aval(operand).dtype for operand in node.ins[:2]}
+    names = " and ".join(sorted(map(name_of, dtypes)))
+    if names != "f32":
+        return f"its operands are written in {names}"
+    if Kind.KEPT in [place.kind(index, operand) for operand in node.ins[:2]]:
+        return "an operand is kept in float32 by the user"
+    return f"precision={_precision(precision)} is asked for"
+
+
+def _precision(precision: object) -> str:
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    names = [getattr(part, "name", str(part)) for part in parts]
+    return names[0] if len(set(names)) == 1 else f"({', '.join(names)})"
+
+
+def _followed(place: Place, index: int, decision: Decision, finder: Finder) -> str:
+    node = place.plan.graph.nodes[index]
+    kinds = [place.kind(index, operand) for operand in node.ins]
+    for operand, kind in zip(node.ins, kinds, strict=True):
+        if kind in (Kind.WIDE, Kind.KEPT):
+            return f"as {described(place, operand, finder)}"
+    if Kind.LOW in kinds:
+        return f"its operands are {name_of(decision.dtype)}"
+    if any(kind.yields for kind in kinds):
+        return "of parameters and constants only"
+    return "its operands are not float32: runs as written"
+
+
+def described(place: Place, operand: Operand, finder: Finder) -> str:
+    """A value in a few words: what makes it, or which argument it is."""
+    if isinstance(operand, Constant):
+        return f"the constant {operand.value!s:.12}"
+    made_by = place.producer(operand)
+    if made_by is not None:
+        node: Node = place.plan.graph.nodes[made_by]
+        return f"`{node.name}` of {finder.find(node.source.traceback).short}"
+    position = place.input_position(operand)
+    if position is None:
+        return "an array that the function closes over"
+    if place.outer is None:
+        return f"argument `{place.paths[position]}`"
+    given = place.given[position]
+    return "what the loop carries" if given is None else described(place.outer, given, finder)

@@ -1,0 +1,102 @@
+"""The answer to: why is this float32?"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from halfstep._explain._entry import ExplainEntry
+from halfstep._explain._errors import LintError
+from halfstep._explain._finding import ExplainFinding
+from halfstep._explain._html import html
+from halfstep._explain._text import misses, summary, table
+from halfstep._explain._totals import ExplainTotals
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainReport:
+    """What runs in which precision, why, and what is wrong with it.
+
+    `print(report)` shows the totals, the findings and a table of the operations by source line; a
+    notebook shows the same as HTML.
+
+    Attributes:
+        name: Of the function.
+        policy: As text.
+        compute: The compute dtype's short name.
+        operations: Every operation, in the order in which they were traced.
+        totals: What they add up to.
+        findings: What can be changed, and what to type.
+        notes: What else is to be known.
+    """
+
+    name: str
+    policy: str
+    compute: str
+    operations: tuple[ExplainEntry, ...]
+    totals: ExplainTotals
+    findings: tuple[ExplainFinding, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [summary(self), *map(str, self.findings), self.table()]
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    def table(self, *, full: bool = False) -> str:
+        """The operations as a table.
+
+        Args:
+            full: Every operation on a line of its own. Else those of the same line, primitive and
+                dtypes are on one, and what only moves values is left out.
+        """
+        return table(self.operations, full=full)
+
+    def at(self, place: str) -> tuple[ExplainEntry, ...]:
+        """The operations of a source line, `"model.py:41"`, or of a whole file, `"model.py"`."""
+        file, colon, line = place.rpartition(":")
+        if not colon:
+            file, line = place, ""
+        return tuple(
+            entry
+            for entry in self.operations
+            if os.path.normpath(f"/{entry.source.file}").endswith(os.path.normpath(f"/{file}"))
+            and line in ("", str(entry.source.line))
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "name": self.name,
+            "policy": self.policy,
+            "compute": self.compute,
+            "totals": self.totals.to_dict(),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "operations": [entry.to_dict() for entry in self.operations],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON; also written to a file if a path is given."""
+        text = json.dumps(self.to_dict(), indent=2)
+        if path is not None:
+            pathlib.Path(path).write_text(text + "\n")
+        return text
+
+    def check(self, *, low: float = 0.99, max_findings: int = 0) -> None:
+        """Raise unless the function is as it should be; for tests and CI.
+
+        Args:
+            low: The share of the contractions' FLOPs that has to be at the compute dtype.
+            max_findings: How many findings there may be.
+
+        Raises:
+            LintError: With what misses: the contractions that are not lowered and every finding,
+                each with its line.
+        """
+        found = misses(self, low=low, max_findings=max_findings)
+        if found:
+            raise LintError(found)

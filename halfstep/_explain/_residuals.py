@@ -1,0 +1,134 @@
+"""What a function stores for its backward pass."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from halfstep._explain._call import Call
+from halfstep._explain._entry import Typed, typed
+from halfstep._explain._sources import Finder, Source
+from halfstep._jaxprs import jaxprs_in
+
+# Of these, a value that comes out lies where it does in the function inside.
+_CALLS = frozenset({"jit", "pjit", "scan", "remat", "remat2", "checkpoint", "closed_call"})
+# What makes another view or another dtype of a value, and nothing new.
+_VIEWS = frozenset(
+    {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "copy"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """A value that is kept from the forward to the backward pass, and is no argument."""
+
+    type: Typed
+    name: str
+    """The operation that makes it."""
+    source: Source
+    scope: str
+    of_argument: bool
+    """Whether it is an argument in another dtype or shape, such as a weight that was cast."""
+
+
+def residuals(call: Call, params: Sequence[int], finder: Finder) -> list[Residual]:
+    """What differentiating a function by its parameters stores, but for the arguments themselves.
+
+    Whatever is an argument, and is handed on as it is, costs nothing more.
+    """
+    moving = [
+        position
+        for position, (value, owner) in enumerate(zip(call.values, call.owners, strict=True))
+        if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
+    ]
+
+    def stored(*values: Any) -> Any:
+        def of_moving(*moved: Any) -> list[Any]:
+            changed = list(values)
+            for position, value in zip(moving, moved, strict=True):
+                changed[position] = value
+            return call(*changed)
+
+        return jax.vjp(of_moving, *(values[position] for position in moving))[1]
+
+    jaxpr = jax.make_jaxpr(stored)(*call.values).jaxpr
+    arguments = set(jaxpr.invars)
+    # The same value may be needed by several operations, and is stored once.
+    found = dict.fromkeys(
+        var for var in jaxpr.outvars if not isinstance(var, core.Literal) and var not in arguments
+    )
+    function = _Function(jaxpr)
+    return [_residual(var, function, finder) for var in found if var in function.made]
+
+
+def _residual(var: Any, function: "_Function", finder: Finder) -> Residual:
+    equation = function.origin(var)
+    return Residual(
+        typed(var.aval),
+        equation.primitive.name,
+        finder.find(equation.source_info.traceback),
+        str(equation.source_info.name_stack),
+        function.viewed(var) is not None,
+    )
+
+
+class _Function:
+    """A traced function, of whose values one can ask where they come from."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr = jaxpr
+        self.made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+    def origin(self, var: Any) -> Any:
+        """The operation that makes a value, inside of the calls and loops that hand it out."""
+        inner, wanted = self._inside(var)
+        if inner is None or isinstance(wanted, core.Literal) or wanted not in inner.made:
+            return self.made[var]
+        return inner.origin(wanted)
+
+    def viewed(self, var: Any) -> int | None:
+        """The number of the argument that a value is, in whatever dtype and shape it is now."""
+        while not isinstance(var, core.Literal) and var in self.made:
+            equation = self.made[var]
+            inner, wanted = self._inside(var)
+            if inner is not None:
+                number = inner.viewed(wanted)
+                if number is None or number in _carried(equation):
+                    return None
+                var = equation.invars[number]
+            elif equation.primitive.name in _VIEWS:
+                var = equation.invars[0]
+            else:
+                return None
+        arguments = self.jaxpr.invars
+        return arguments.index(var) if var in arguments else None
+
+    def _inside(self, var: Any) -> "tuple[_Function | None, Any]":
+        """The function that hands a value out, and what it is in there."""
+        equation = self.made[var]
+        inner = list(jaxprs_in(equation.params))
+        if equation.primitive.name not in _CALLS or len(inner) != 1:
+            return None, None
+        outs = inner[0].jaxpr.outvars
+        if len(outs) != len(equation.outvars):
+            return None, None
+        return _Function(inner[0].jaxpr), outs[equation.outvars.index(var)]
+
+
+def _carried(equation: Any) -> range:
+    """Which operands of a loop change from turn to turn."""
+    if equation.primitive.name != "scan":
+        return range(0)
+    first = equation.params["num_consts"]
+    return range(first, first + equation.params["num_carry"])
+
+
+def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
+    """Bytes by dtype, the largest first."""
+    total: dict[str, int] = {}
+    for residual in found:
+        total[residual.type.dtype] = total.get(residual.type.dtype, 0) + residual.type.bytes
+    return dict(sorted(total.items(), key=lambda item: -item[1]))

@@ -1,0 +1,83 @@
+"""Where in the user's code an operation is written."""
+
+import dataclasses
+import os
+import sys
+import sysconfig
+from typing import Any
+
+# What the user calls, and whose lines say nothing to them.
+_LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
+_JAX = ("jax", "jaxlib", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A line of a file, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.short} {self.function}" if self.file else "-"
+
+    @property
+    def short(self) -> str:
+        """The file's name and the line: `train.py:12`."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else "-"
+
+
+UNKNOWN = Source("", 0, "")
+
+
+class Finder:
+    """Finds the innermost line that is not a library's."""
+
+    def __init__(self) -> None:
+        self._libraries = _folders(_LIBRARIES)
+        self._jax = (*_folders(_JAX), _own_folder(sysconfig.get_path("stdlib")))
+        self._found: dict[int, tuple[Any, Source]] = {}
+
+    def find(self, traceback: Any) -> Source:
+        """The line of the user's; of a library's, if only libraries are there."""
+        # The traceback is kept, so that no other one comes to have its number.
+        known = self._found.get(id(traceback))
+        if known is None:
+            known = self._found[id(traceback)] = (traceback, self._find(traceback))
+        return known[1]
+
+    def _find(self, traceback: Any) -> Source:
+        frames = traceback.frames if traceback is not None else ()
+        outside = [frame for frame in frames if not self._is_machinery(frame.file_name)]
+        own = [frame for frame in outside if not frame.file_name.startswith(self._libraries)]
+        if not own and not outside:
+            return UNKNOWN
+        frame = (own or outside)[0]
+        return Source(_relative(frame.file_name), frame.line_num, _function(frame.function_name))
+
+    def _is_machinery(self, file: str) -> bool:
+        if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
+            return True
+        if any(part in file for part in ("/site-packages/", "/dist-packages/")):
+            return file.startswith(self._jax[:-1])
+        return file.startswith(self._jax)
+
+
+def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return tuple(_own_folder(os.path.dirname(file)) for file in files if file)
+
+
+def _own_folder(path: str) -> str:
+    return os.path.join(path, "")
+
+
+def _relative(file: str) -> str:
+    here = _own_folder(os.getcwd())
+    return file[len(here) :] if file.startswith(here) else file
+
+
+def _function(name: str) -> str:
+    # The inside of a function has its own name behind `<locals>`.
+    return name.rpartition("<locals>.")[2]

@@ -1,0 +1,60 @@
+"""What the operations of a function add up to."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from halfstep._explain._entry import ExplainEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainTotals:
+    """Totals of one forward pass and of what it stores.
+
+    Attributes:
+        contraction_flops: FLOPs of contractions by the dtype of their operands.
+        low: Share of them at the compute dtype; 1 if there are no contractions.
+        other_flops: FLOPs of all that is no contraction.
+        again_flops: Of these, what is computed again in the backward pass, in islands.
+        islands: How many there are.
+        casts: Conversions between dtypes that are added to the function's own.
+        stored: Bytes kept for the backward pass by dtype, arguments and casts of them left out.
+            `None` if the function cannot be differentiated.
+        stored_casts: Bytes of casts and views of arguments that are kept, by dtype. Compilers may
+            make them again instead.
+        stored_float32: What the function as it is written would keep, by dtype, arguments and
+            views of them left out.
+    """
+
+    contraction_flops: Mapping[str, int]
+    low: float
+    other_flops: int
+    again_flops: int
+    islands: int
+    casts: int
+    stored: Mapping[str, int] | None
+    stored_casts: Mapping[str, int] | None
+    stored_float32: Mapping[str, int] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
+    """FLOPs of contractions by the dtype of their operands, the largest first."""
+    total: dict[str, int] = {}
+    for entry in entries:
+        if entry.is_contraction:
+            name = entry.dtypes.partition(" -> ")[0]
+            total[name] = total.get(name, 0) + entry.flops * entry.count
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> int:
+    """FLOPs of all else, or of what is in islands."""
+    return sum(
+        entry.flops * entry.count
+        for entry in entries
+        if not entry.is_contraction and (not islands or entry.island is not None)
+    )
