@@ -109,10 +109,10 @@ def explain(
             *unlowered(steps, min_bytes),
             *low_reductions(steps, min_bytes),
             *model_copies(steps, parameter_bytes, min_bytes),
-            *stored_float32(stored or (), min_bytes),
             *unknown(steps, min_bytes),
             *ranges(steps),
         ]
+        findings += stored_float32(stored or (), findings, min_bytes)
         return ExplainReport(
             _name(func),
             str(policy),

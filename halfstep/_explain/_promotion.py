@@ -39,8 +39,7 @@ def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[Ex
                 step.entry.source,
                 step.entry.scope,
                 f"`{step.entry.name}` widens {name} to float32 because of {what}",
-                f"What follows runs in float32 as well, up to the next contraction: "
-                f"{len(members)} operations in all.",
+                "It runs in float32, and so does what follows, up to the next contraction.",
                 fix,
                 step.entry.bytes_out,
             )

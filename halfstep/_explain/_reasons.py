@@ -67,7 +67,7 @@ def _followed(place: Place, index: int, decision: Decision, finder: Finder) -> s
 def described(place: Place, operand: Operand, finder: Finder) -> str:
     """A value in a few words: what makes it, or which argument it is."""
     if isinstance(operand, Constant):
-        return f"the constant {operand.value!s:.12}"
+        return f"the constant {float(operand.value):g}"
     made_by = place.producer(operand)
     if made_by is not None:
         node: Node = place.plan.graph.nodes[made_by]

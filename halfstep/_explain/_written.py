@@ -1,6 +1,6 @@
 """Findings: 16 bits that the user has written, and float32 that is stored."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,10 +78,15 @@ def model_copies(
         )
 
 
-def stored_float32(found: Sequence[Residual], min_bytes: int) -> Iterator[ExplainFinding]:
-    """Large float32 values that are kept for the backward pass."""
+def stored_float32(
+    found: Sequence[Residual], known: Collection[ExplainFinding], min_bytes: int
+) -> Iterator[ExplainFinding]:
+    """Large float32 values that are kept for the backward pass, but for what is known already."""
+    lines = {finding.source for finding in known}
     for residual in found:
         if residual.type.dtype != "f32" or residual.type.bytes < min_bytes:
+            continue
+        if residual.of_argument or residual.source in lines:
             continue
         yield ExplainFinding(
             "float32 residual",

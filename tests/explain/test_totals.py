@@ -1,0 +1,111 @@
+"""Totals: FLOPs, what is stored, and casts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import halfstep
+from tests.explain._functions import W, X, shape
+
+
+def totals(func: Any, *args: Any, policy: Any = "bf16", **options: Any) -> Any:
+    return halfstep.explain(func, policy, **options)(*args).totals
+
+
+DOTS = [
+    (lambda w, x: x @ w, (shape(8, 4), shape(2, 8)), 2 * 2 * 8 * 4),
+    (lambda w, x: jnp.einsum("bij,bjk->bik", x, w), (shape(5, 8, 4), shape(5, 2, 8)), 640),
+    (
+        lambda w, x: jax.lax.conv(x, w, (1, 1), "VALID"),
+        (shape(6, 3, 3, 3), shape(2, 3, 8, 8)),
+        2 * (2 * 6 * 6 * 6) * (3 * 3 * 3),
+    ),
+    (
+        lambda w, x: jax.lax.conv_general_dilated(x, w, (1,), "VALID", feature_group_count=2),
+        (shape(6, 2, 3), shape(1, 4, 10)),
+        2 * (6 * 8) * (2 * 3),
+    ),
+    (
+        lambda w, x, sizes: jax.lax.ragged_dot(x, w, sizes),
+        (shape(3, 8, 4), shape(6, 8), shape(3, dtype=jnp.int32)),
+        2 * 6 * 8 * 4,
+    ),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "count"), DOTS)
+def test_flops_of_contractions(func: Any, args: Any, count: int):
+    assert totals(func, *args).contraction_flops == {"bf16": count}
+
+
+def test_flops_of_all_else():
+    found = totals(lambda x: jnp.sum(jnp.exp(x)), X)
+    assert found.contraction_flops == {}
+    assert found.low == 1
+    assert found.other_flops == 2 * X.size
+
+
+def mlp(params: Any, x: Any) -> Any:
+    hidden = jnp.exp(x @ params["up"])
+    return jnp.sum(hidden @ params["down"])
+
+
+PARAMS = {"up": W, "down": W}
+
+
+def test_what_is_stored_is_not_float32():
+    found = totals(mlp, PARAMS, X)
+    # What comes out of the first product, and the exponential that enters the second.
+    assert found.stored == {"bf16": 2 * 2 * X.size}
+    # The second weight, and the first factor of the first product, are stored as they were cast.
+    assert found.stored_casts == {"bf16": 2 * (W.size + X.size)}
+    assert found.stored_float32 == {"f32": 4 * X.size}
+    assert (found.islands, found.again_flops) == (1, X.size)
+
+
+def test_without_islands_float32_is_stored():
+    found = totals(mlp, PARAMS, X, islands=False)
+    assert found.stored["f32"] == 4 * X.size
+    assert (found.islands, found.again_flops) == (0, 0)
+
+
+def test_arguments_that_are_handed_on_are_not_stored():
+    def func(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x)
+
+    assert totals(func, X, X, policy="f32").stored == {}
+
+
+def test_casts_of_weights_in_a_loop_are_told_apart():
+    def func(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    found = totals(func, shape(3, 1024, 1024), X)
+    assert found.stored_casts == {"bf16": 2 * 3 * W.size}
+    assert found.stored.keys() == {"bf16"}
+
+
+def test_casts():
+    # Two factors go down, the result comes up.
+    assert totals(lambda w, x: x @ w, W, X).casts == 3
+    assert totals(lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), W, X).casts == 0
+
+
+def test_casts_in_a_loop_count_as_often_as_it_turns():
+    def func(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    once = totals(func, shape(1, 8, 8), shape(8, 8)).casts
+    assert totals(func, shape(5, 8, 8), shape(8, 8)).casts == once + 4
+
+
+def test_a_function_without_a_gradient_is_explained_all_the_same():
+    def func(w: Any, x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x)
+
+    report = halfstep.explain(func)(W, X)
+    assert report.totals.stored is None
+    assert any("stored for the backward pass is not known" in note for note in report.notes)
+    assert report.totals.low == 1
