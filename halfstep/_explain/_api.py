@@ -104,15 +104,17 @@ def explain(
             for value, owner in zip(call.values, call.owners, strict=True)
             if owner in own and jnp.issubdtype(value.dtype, jnp.floating)
         )
-        findings = [
-            *promotions(steps, finder, min_bytes),
-            *unlowered(steps, min_bytes),
-            *low_reductions(steps, min_bytes),
-            *model_copies(steps, parameter_bytes, min_bytes),
-            *unknown(steps, min_bytes),
-            *ranges(steps),
-        ]
-        findings += stored_float32(stored or (), findings, min_bytes)
+        findings = [*low_reductions(steps, min_bytes)]
+        if settings.compute.itemsize < 4:
+            findings += promotions(steps, finder, min_bytes)
+            findings += unlowered(steps, min_bytes)
+            findings += model_copies(steps, parameter_bytes, min_bytes)
+            findings += unknown(steps, min_bytes)
+            findings += ranges(steps)
+            # What a rule of the user's has made wide, or another finding speaks of, is known.
+            known = {finding.source for finding in findings}
+            known |= {entry.source for entry in entries if entry.by}
+            findings += stored_float32(stored or (), known, min_bytes)
         return ExplainReport(
             _name(func),
             str(policy),

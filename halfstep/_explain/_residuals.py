@@ -32,6 +32,8 @@ class Residual:
     scope: str
     of_argument: bool
     """Whether it is an argument in another dtype or shape, such as a weight that was cast."""
+    is_constant: bool
+    """Whether it is a number that is written out, in a shape."""
 
 
 def residuals(call: Call, params: Sequence[int], finder: Finder) -> list[Residual]:
@@ -71,7 +73,8 @@ def _residual(var: Any, function: "_Function", finder: Finder) -> Residual:
         equation.primitive.name,
         finder.find(equation.source_info.traceback),
         str(equation.source_info.name_stack),
-        function.viewed(var) is not None,
+        isinstance(seen := function.viewed(var), int),
+        isinstance(seen, core.Literal),
     )
 
 
@@ -89,22 +92,26 @@ class _Function:
             return self.made[var]
         return inner.origin(wanted)
 
-    def viewed(self, var: Any) -> int | None:
-        """The number of the argument that a value is, in whatever dtype and shape it is now."""
+    def viewed(self, var: Any) -> "int | core.Literal | None":
+        """The number of the argument that a value is, in whatever dtype and shape it is now.
+
+        Or the constant that it is; `None` if it is neither.
+        """
         while not isinstance(var, core.Literal) and var in self.made:
             equation = self.made[var]
             inner, wanted = self._inside(var)
             if inner is not None:
-                number = inner.viewed(wanted)
-                if number is None or number in _carried(equation):
-                    return None
-                var = equation.invars[number]
+                seen = inner.viewed(wanted)
+                if not isinstance(seen, int) or seen in _carried(equation):
+                    return None if isinstance(seen, int) else seen
+                var = equation.invars[seen]
             elif equation.primitive.name in _VIEWS:
                 var = equation.invars[0]
             else:
                 return None
-        arguments = self.jaxpr.invars
-        return arguments.index(var) if var in arguments else None
+        if isinstance(var, core.Literal):
+            return var
+        return self.jaxpr.invars.index(var) if var in self.jaxpr.invars else None
 
     def _inside(self, var: Any) -> "tuple[_Function | None, Any]":
         """The function that hands a value out, and what it is in there."""

@@ -9,6 +9,7 @@ from halfstep._autocast._kinds import Kind
 from halfstep._explain._entry import name_of
 from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._residuals import Residual
+from halfstep._explain._sources import Source
 from halfstep._explain._walk import Step
 
 _SUMS = frozenset(
@@ -79,14 +80,13 @@ def model_copies(
 
 
 def stored_float32(
-    found: Sequence[Residual], known: Collection[ExplainFinding], min_bytes: int
+    found: Sequence[Residual], known: Collection[Source], min_bytes: int
 ) -> Iterator[ExplainFinding]:
-    """Large float32 values that are kept for the backward pass, but for what is known already."""
-    lines = {finding.source for finding in known}
+    """Large float32 values that are kept for the backward pass, but for lines that are known."""
     for residual in found:
         if residual.type.dtype != "f32" or residual.type.bytes < min_bytes:
             continue
-        if residual.of_argument or residual.source in lines:
+        if residual.of_argument or residual.is_constant or residual.source in known:
             continue
         yield ExplainFinding(
             "float32 residual",

@@ -62,7 +62,8 @@ def test_what_is_stored_is_not_float32():
     # The second weight, and the first factor of the first product, are stored as they were cast.
     assert found.stored_casts == {"bf16": 2 * (W.size + X.size)}
     assert found.stored_float32 == {"f32": 4 * X.size}
-    assert (found.islands, found.again_flops) == (1, X.size)
+    # The exponential, and the sum.
+    assert (found.islands, found.again_flops) == (2, 2 * X.size)
 
 
 def test_without_islands_float32_is_stored():
@@ -97,13 +98,13 @@ def test_casts_in_a_loop_count_as_often_as_it_turns():
     def func(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
 
-    once = totals(func, shape(1, 8, 8), shape(8, 8)).casts
-    assert totals(func, shape(5, 8, 8), shape(8, 8)).casts == once + 4
+    # In every turn both factors go down, and what is carried comes up.
+    assert totals(func, shape(5, 8, 8), shape(8, 8)).casts == 5 * 3
 
 
 def test_a_function_without_a_gradient_is_explained_all_the_same():
     def func(w: Any, x: Any) -> Any:
-        return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x)
+        return jnp.sum(jax.pure_callback(lambda y: y, X, x @ w))
 
     report = halfstep.explain(func)(W, X)
     assert report.totals.stored is None
