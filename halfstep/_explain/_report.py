@@ -86,7 +86,7 @@ class ExplainReport:
             pathlib.Path(path).write_text(text + "\n")
         return text
 
-    def check(self, *, low: float = 0.99, max_findings: int = 0) -> None:
+    def check(self, *, low: float | int = 0.99, max_findings: int = 0) -> None:
         """Raise unless the function is as it should be; for tests and CI.
 
         Args:

@@ -139,13 +139,13 @@ def _computes(entry: ExplainEntry) -> bool:
     )
 
 
-def misses(report: "ExplainReport", *, low: float, max_findings: int) -> str:
+def misses(report: "ExplainReport", *, low: float | int, max_findings: int) -> str:
     """What is not as it is required; empty if all is."""
     lines: list[str] = []
     if report.totals.low < low:
         lines.append(
             f"required: {percent(low)} of the contractions' FLOPs in {report.compute}; "
-            f"{report.name} has {percent(report.totals.low)}. Not in {report.compute}:"
+            f"{report.name} has {percent(report.totals.low)}:"
         )
         others = [entry for entry in report.operations if _is_wide(entry, report.compute)]
         lines += [

@@ -32,6 +32,30 @@ def load(text: str) -> Callable[..., Any]:
     return found
 
 
+def checked_pair(
+    name: str, made: Any, what: str
+) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]:
+    """What the user's function has returned, if it is a function and a tuple of its arguments."""
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise CommandError(
+            f"{name} must return a {what} and a tuple of its arguments, ({what}, args); "
+            f"got {_kind(made)}."
+        )
+    if not isinstance(made[1], tuple | list):
+        raise CommandError(
+            f"{name} must return a {what} and a tuple of its arguments, such as ({what}, (params, "
+            f"batch)), ({what}, (params,)) if there is one; got a {type(made[1]).__name__} "
+            "instead of the tuple."
+        )
+    return made
+
+
+def _kind(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    return f"a {type(made).__name__}"
+
+
 def _module(name: str) -> Any:
     if not name.endswith(".py"):
         return importlib.import_module(name)

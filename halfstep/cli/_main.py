@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import _preflight
+from halfstep.cli import _lint, _preflight
 from halfstep.cli._errors import CommandError
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _lint.add(commands)
     _preflight.add(commands)
     arguments = parser.parse_args(argv)
     if "JAX_PLATFORMS" not in os.environ:

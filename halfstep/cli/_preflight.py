@@ -19,7 +19,7 @@ from halfstep._preflight import (
 from halfstep._preflight._targets import parse_target
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
-from halfstep.cli._load import load
+from halfstep.cli._load import checked_pair, load
 
 _DESCRIPTION = """\
 Compile a training step for hardware that is not there, and say what it takes.
@@ -208,27 +208,9 @@ def _maker(arguments: argparse.Namespace) -> Callable[..., Any]:
         ) from error
 
     def checked(**settings: Any) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]:
-        made = make(**settings)
-        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-            raise CommandError(
-                f"{name} must return a step and a tuple of its arguments, (step, args); "
-                f"got {_kind(made)}."
-            )
-        if not isinstance(made[1], tuple | list):
-            raise CommandError(
-                f"{name} must return a step and a tuple of its arguments, such as (step, (params, "
-                f"batch)), (step, (params,)) if there is one; got a {type(made[1]).__name__} "
-                "instead of the tuple."
-            )
-        return made
+        return checked_pair(name, make(**settings), "step")
 
     return checked
-
-
-def _kind(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in made)})"
-    return f"a {type(made).__name__}"
 
 
 def _target(text: str) -> Target:
