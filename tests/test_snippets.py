@@ -88,8 +88,13 @@ def test_the_main_names_have_examples():
     trivial = {
         "AbstractLossScaling",
         "DoesNotFitError",
+        "ExplainEntry",
+        "ExplainFinding",
+        "ExplainReport",
+        "ExplainTotals",
         "Format",
         "LargestBatch",
+        "LintError",
         "PreflightEntry",
         "PreflightError",
         "PreflightReport",

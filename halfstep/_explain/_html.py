@@ -1,6 +1,7 @@
 """A report for notebooks."""
 
 import html as escaping
+import re
 from typing import TYPE_CHECKING
 
 from halfstep._explain._finding import ExplainFinding
@@ -36,9 +37,14 @@ def html(report: "ExplainReport") -> str:
     return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
 
+def _marked(text: str) -> str:
+    """Text for a page, with code as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaping.escape(text))
+
+
 def _finding(finding: ExplainFinding) -> str:
     line = escaping.escape(f"{finding.source}: {finding.kind}")
-    what = escaping.escape(f"{finding.what} ({size(finding.bytes)})")
-    rest = "<br>".join(map(escaping.escape, (finding.why, f"Fix: {finding.fix}")))
+    what = _marked(f"{finding.what} ({size(finding.bytes)})")
+    rest = "<br>".join(map(_marked, (finding.why, f"Fix: {finding.fix}")))
     line = f'<b style="color:#d32f2f">{line}</b>'
     return f'<li style="margin-bottom:0.6em">{line}: {what}<br>{rest}</li>'
