@@ -14,7 +14,9 @@ from halfstep._explain._sources import Finder, Source
 from halfstep._jaxprs import jaxprs_in
 
 # Of these, a value that comes out lies where it does in the function inside.
-_CALLS = frozenset({"jit", "pjit", "scan", "remat", "remat2", "checkpoint", "closed_call"})
+_CALLS = frozenset(
+    {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", "scan", "shard_map"}
+)
 # What makes another view or another dtype of a value, and nothing new.
 _VIEWS = frozenset(
     {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "copy"}
@@ -57,12 +59,10 @@ def residuals(call: Call, params: Sequence[int], finder: Finder) -> list[Residua
         return jax.vjp(of_moving, *(values[position] for position in moving))[1]
 
     jaxpr = jax.make_jaxpr(stored)(*call.values).jaxpr
-    arguments = set(jaxpr.invars)
     # The same value may be needed by several operations, and is stored once.
-    found = dict.fromkeys(
-        var for var in jaxpr.outvars if not isinstance(var, core.Literal) and var not in arguments
-    )
+    found = dict.fromkeys(var for var in jaxpr.outvars if not isinstance(var, core.Literal))
     function = _Function(jaxpr)
+    # What no operation makes is an argument.
     return [_residual(var, function, finder) for var in found if var in function.made]
 
 
