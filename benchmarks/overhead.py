@@ -70,9 +70,9 @@ def by_hand(
 def with_halfstep(gate: Any, params: Any, state: Any, scaling: Any, ledger: Any, x, y, static):
     """The same step with halfstep: a verdict that names the leaf, and a ledger, come with it."""
     model = eqx.combine(params, static)
-    value, scaling, finite, grads = halfstep.filter_value_and_grad(loss, scaling, policy="f16")(
-        model, x, y
-    )
+    # Casting arguments, as all the others do: the wrapper's cost, and not another program's.
+    gradient = halfstep.filter_value_and_grad(loss, scaling, policy="f16:inputs")
+    value, scaling, finite, grads = gradient(model, x, y)
 
     def commit(old):
         return halfstep.apply_gradients(old[0], OPTIMIZER, old[1], grads)
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         MODULE,
         {
             "model": {"kind": "ViT", "image": 32, "patch": 4, "batch": parsed.batch, **MODEL},
-            "policy": "f16",
+            "policy": "f16:inputs",
             "optimizer": "adamw",
             "reference": REFERENCE,
             "rounds": parsed.rounds,

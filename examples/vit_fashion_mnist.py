@@ -93,27 +93,14 @@ def initial_state(config: Config, data: Dataset, optimizer: optax.GradientTransf
 
 
 def normalize(images: Images) -> Float[Array, "batch rows columns channels"]:
-    """Bytes to floats from -1 to 1.
-
-    Outside of `loss` on purpose. A policy casts floating-point arguments and leaves integers
-    alone; floats made of them inside would be float32, and everything they touch with them.
-    """
+    """Bytes to floats from -1 to 1."""
     return jnp.asarray(images, jnp.float32) / 127.5 - 1
 
 
-# Returned as float32: in float16 the loss would lose digits and a scale above 65504 would be
-# infinite on its way back.
-@halfstep.force_full_precision(return_dtype="f32")
-def cross_entropy(logits: Float[Array, "batch classes"], labels: Labels) -> Float[Array, ""]:
-    """The mean over the batch, in float32 whatever the logits are."""
+def loss(model: ViT, images: Images, labels: Labels) -> Float[Array, ""]:
+    """The loss of a batch, as anybody would write it in float32."""
+    logits = jax.vmap(model)(normalize(images))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-
-def loss(
-    model: ViT, images: Float[Array, "batch rows columns channels"], labels: Labels
-) -> Float[Array, ""]:
-    """The loss of a batch. Under a policy, `model` and `images` arrive in 16 bits."""
-    return cross_entropy(jax.vmap(model)(images), labels)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -135,7 +122,7 @@ def train_step(
         check_finite=True,
         microbatches=microbatches,
         batch=("images", "labels"),
-    )(state.model, normalize(images), labels)
+    )(state.model, images, labels)
 
     # The gradients are float32 and already unscaled: clipping and weight decay are as ever.
     def commit(trained: tuple[ViT, Any]) -> tuple[ViT, Any]:
@@ -151,10 +138,9 @@ def count_correct(model: ViT, images: Images, labels: Labels, policy: str) -> In
     """How many images the model classifies correctly, computing as it does in training."""
 
     def predict(model: ViT, images: Any) -> Any:
-        return jnp.argmax(jax.vmap(model)(images), axis=-1)
+        return jnp.argmax(jax.vmap(model)(normalize(images)), axis=-1)
 
-    compute = halfstep.Policy.parse(policy).compute
-    return jnp.sum(halfstep.cast_function(predict, compute)(model, normalize(images)) == labels)
+    return jnp.sum(halfstep.autocast(predict, policy)(model, images) == labels)
 
 
 def evaluate(model: ViT, data: Dataset, policy: str, chunk: int = 1000) -> float:
