@@ -94,6 +94,7 @@ def test_the_main_names_have_examples():
         "ExplainTotals",
         "Format",
         "LargestBatch",
+        "Operation",
         "LintError",
         "PreflightEntry",
         "PreflightError",
