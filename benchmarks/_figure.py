@@ -49,9 +49,10 @@ STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw a report of `benchmarks.memory`."""
+    """Draw a report of `benchmarks.memory`: the models that were compiled at several batches."""
     rows = [r for r in made["rows"] if r["gemm"] == GEMM and "refused" not in r]
-    models = list(made["models"])
+    batches = {model: {r["batch"] for r in rows if r["model"] == model} for model in made["models"]}
+    models = [model for model, found in batches.items() if len(found) > 1]
     figure = Figure(figsize=(9, 6.8), layout="constrained")
     panels = figure.subplots(2, len(models), squeeze=False, sharex="col")
     for column, model in enumerate(models):

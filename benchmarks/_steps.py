@@ -1,4 +1,4 @@
-"""One training step in five ways, and the arguments that it is compiled for.
+"""One training step in several ways, and the arguments that it is compiled for.
 
 Model, loss and optimizer are the same in all. What differs is who casts, and to what.
 """
@@ -14,53 +14,86 @@ import jax.numpy as jnp
 import optax
 
 import halfstep
-from benchmarks._vit import ViT, loss
+from benchmarks._models import Model
 
 OPTIMIZER = optax.adamw(1e-3)
 DONATED = (0, 1, 2)
 """Parameters, optimizer state and loss scaling: what a step returns anew."""
 
-Step = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
+Loss = Callable[..., Any]
+Step = Callable[..., tuple[Any, Any, Any, Any]]
+"""Of parameters, optimizer state, loss scaling and a batch."""
 
 
-def float32(model: Any, opt_state: Any, scaling: Any, images: Any, labels: Any):
+def float32(loss: Loss) -> Step:
     """The plain step."""
-    value, grads = eqx.filter_value_and_grad(loss)(model, images, labels)
-    return *_update(model, opt_state, grads), scaling, value
 
-
-def by_hand(model: Any, opt_state: Any, scaling: Any, images: Any, labels: Any):
-    """Model and images are cast to bfloat16 inside the loss; what is trained stays float32."""
-
-    def cast_loss(model: Any, images: Any, labels: Any) -> Any:
-        model, images = jax.tree.map(
-            lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, (model, images)
-        )
-        return loss(model, images, labels)
-
-    value, grads = eqx.filter_value_and_grad(cast_loss)(model, images, labels)
-    return *_update(model, opt_state, grads), scaling, value
-
-
-def with_mpx(model: Any, opt_state: Any, scaling: Any, images: Any, labels: Any):
-    """As mpx's README has it: float16, with dynamic loss scaling."""
-    import mpx
-
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, images, labels)
-    model, opt_state = mpx.optimizer_update(model, OPTIMIZER, opt_state, grads, finite)
-    return model, opt_state, scaling, value
-
-
-def with_halfstep(policy: str) -> Step:
-    """As halfstep's README has it."""
-
-    def step(model: Any, opt_state: Any, scaling: Any, images: Any, labels: Any):
-        grad_fn = halfstep.filter_value_and_grad(loss, scaling, policy=policy)
-        value, scaling, finite, grads = grad_fn(model, images, labels)
-        model, opt_state = halfstep.optimizer_update(model, OPTIMIZER, opt_state, grads, finite)
-        return model, opt_state, scaling, value
+    def step(model: Any, opt_state: Any, scaling: Any, *batch: Any):
+        value, grads = eqx.filter_value_and_grad(loss)(model, *batch)
+        return *_update(model, opt_state, grads), scaling, value
 
     return step
+
+
+def by_hand(loss: Loss) -> Step:
+    """Model and images are cast to bfloat16 inside the loss; what is trained stays float32."""
+    return float32(cast_inside(loss))
+
+
+def cast_inside(loss: Loss) -> Loss:
+    """A loss that begins by casting its arguments to bfloat16."""
+
+    def cast_loss(*args: Any) -> Any:
+        return loss(
+            *jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, args)
+        )
+
+    return cast_loss
+
+
+def with_mpx(dtype: Any) -> Callable[[Loss], Step]:
+    """As mpx's README has it, with dynamic loss scaling."""
+
+    def of(loss: Loss) -> Step:
+        def step(model: Any, opt_state: Any, scaling: Any, *batch: Any):
+            import mpx
+
+            # It is a setting of the whole process, and counts while the step is traced.
+            before = mpx.half_precision_datatype()
+            mpx.set_half_precision_datatype(dtype)
+            try:
+                value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(
+                    model, *batch
+                )
+            finally:
+                mpx.set_half_precision_datatype(before)
+            model, opt_state = mpx.optimizer_update(model, OPTIMIZER, opt_state, grads, finite)
+            return model, opt_state, scaling, value
+
+        return step
+
+    return of
+
+
+def with_halfstep(policy: str) -> Callable[[Loss], Step]:
+    """As halfstep's README has it."""
+
+    def of(loss: Loss) -> Step:
+        def step(model: Any, opt_state: Any, scaling: Any, *batch: Any):
+            grad_fn = _value_and_grad(loss, scaling, policy)
+            value, scaling, finite, grads = grad_fn(model, *batch)
+            model, opt_state = halfstep.optimizer_update(model, OPTIMIZER, opt_state, grads, finite)
+            return model, opt_state, scaling, value
+
+        return step
+
+    return of
+
+
+def _value_and_grad(loss: Loss, scaling: Any, policy: str) -> Callable[..., Any]:
+    if policy.endswith(":inputs"):
+        return halfstep.filter_value_and_grad(loss, scaling, policy=policy)
+    return halfstep.filter_value_and_grad(halfstep.autocast(loss, policy), scaling, policy="f32")
 
 
 def _update(model: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
@@ -84,9 +117,9 @@ def _mpx_scaling() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A step, and the loss scaling that it begins with."""
+    """How a step is made of a loss, and the loss scaling that it begins with."""
 
-    step: Step
+    of: Callable[[Loss], Step]
     scaling: Callable[[], Any]
 
 
@@ -94,7 +127,9 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         "f32": Variant(float32, tuple),
         "by hand, bf16": Variant(by_hand, tuple),
-        "mpx, f16": Variant(with_mpx, _mpx_scaling),
+        "mpx, f16": Variant(with_mpx(jnp.float16), _mpx_scaling),
+        "mpx, bf16": Variant(with_mpx(jnp.bfloat16), _mpx_scaling),
+        "halfstep inputs, bf16": Variant(with_halfstep("bf16:inputs"), halfstep.NoLossScaling),
         "halfstep, bf16": Variant(with_halfstep("bf16"), halfstep.NoLossScaling),
         "halfstep, f16": Variant(with_halfstep("f16"), halfstep.DynamicLossScaling),
     }
@@ -102,12 +137,9 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
 """The steps that are compared."""
 
 
-def arguments(variant: Variant, sizes: Mapping[str, int], batch: int) -> tuple[Any, ...]:
+def arguments(variant: Variant, model: Model, batch: int) -> tuple[Any, ...]:
     """The shapes of a step's arguments: nothing of the model's size is allocated."""
-    model = eqx.filter_eval_shape(ViT, **sizes, key=jax.random.key(0))
-    params = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    shape = model.shape()
+    params = eqx.filter(shape, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     opt_state = eqx.filter_eval_shape(OPTIMIZER.init, params)
-    image = sizes["image"]
-    images = jax.ShapeDtypeStruct((batch, image, image, 3), jnp.float32)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return model, opt_state, variant.scaling(), images, labels
+    return shape, opt_state, variant.scaling(), *model.batch(batch)

@@ -1,12 +1,12 @@
-"""Memory and memory traffic of a training step in five ways: the MPX paper's Figure 1 again.
+"""Memory and memory traffic of a training step in several ways: the MPX paper's Figure 1 again.
 
     python -m benchmarks.memory --json FILE --plot PNG
     python -m benchmarks.memory --from FILE --plot PNG
 
-Two vision transformers are compiled for an RTX 4070 and an H100 by XLA's own GPU compiler, on a
-machine that has neither, and the largest batch that fits on the RTX 4070 is looked for. Needs
-`halfstep[cuda-preflight]` and mpx; `halfstep[plot]` for the picture. Nothing is run or timed:
-traffic is what the kernels of the compiled program read and write, and no time.
+Two vision transformers and a language model are compiled for GPUs and TPUs by XLA's own compilers,
+on a machine that has none, and the largest batch that fits on an RTX 4070 is looked for. Needs
+`halfstep[cuda-preflight,tpu-preflight]` and mpx; `halfstep[plot]` for the picture. Nothing is run
+or timed: traffic is what the kernels of the compiled program read and write, and no time.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from tqdm import tqdm
 
 import halfstep
+from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, vit
 from benchmarks._report import parser, report, table
 from benchmarks._steps import DONATED, VARIANTS, arguments
 from halfstep._preflight._errors import RefusedError
@@ -31,6 +32,16 @@ from halfstep._preflight._errors import RefusedError
 MODULE = "benchmarks.memory"
 Gemm = Literal["library", "triton"]
 REFERENCE = "f32"
+ON_GPU = (
+    "f32",
+    "by hand, bf16",
+    "mpx, f16",
+    "halfstep inputs, bf16",
+    "halfstep, bf16",
+    "halfstep, f16",
+)
+# A TPU computes in bfloat16; float16 is converted there.
+ON_TPU = ("f32", "by hand, bf16", "mpx, bf16", "halfstep, bf16")
 SEARCHED = ("f32", "mpx, f16", "halfstep, bf16", "halfstep, f16")
 """Steps whose largest batch is looked for."""
 STRIDE = 32
@@ -38,105 +49,111 @@ STRIDE = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """What is trained, at which batches, and who makes its matrix products."""
+class Runs:
+    """A model for one target: at which batches, in which ways, and who makes its products."""
 
-    name: str
-    sizes: Mapping[str, int]
+    model: Model
+    target: str
     batches: tuple[int, ...]
-    gemms: tuple[Gemm, ...]
+    steps: tuple[str, ...]
+    gemm: Gemm | None
+    """`None` on a TPU, where there is one way."""
 
 
-DESKTOP = Model(
-    "desktop ViT",
-    {
-        "image": 32,
-        "patch": 4,
-        "width": 256,
-        "hidden": 800,
-        "heads": 8,
-        "blocks": 6,
-        "classes": 100,
-    },
-    (32, 64, 128, 256, 512),
-    ("library", "triton"),
-)
-# Triton's products cannot be tiled without a GPU to time them on at the larger batches.
-BASE = Model(
-    "ViT-Base",
-    {
-        "image": 224,
-        "patch": 16,
-        "width": 768,
-        "hidden": 3072,
-        "heads": 12,
-        "blocks": 12,
-        "classes": 1000,
-    },
-    (16, 32, 64, 128),
-    ("library",),
-)
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A search for the largest batch of a model that fits."""
+
+    model: Model
+    target: str
+    gemm: Gemm
+    maximum: int
+    """The largest batch that is tried."""
+
+
+Job = tuple[Runs, int, str]
+"""What is compiled, at which batch, in which way."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is compiled: models for targets, and a search for the first model's batch."""
+    """All that is compiled."""
 
-    models: tuple[Model, ...]
-    targets: tuple[str, ...]
-    searched: str
-    """The target of the search."""
-    maximum: int
-    """The largest batch that the search tries."""
+    runs: tuple[Runs, ...]
+    search: Search
 
-    def jobs(self) -> Iterator[tuple[Model, Gemm, str, int, str]]:
-        for model in self.models:
-            for gemm in model.gemms:
-                for target in self.targets:
-                    for batch in model.batches:
-                        for step in VARIANTS:
-                            yield model, gemm, target, batch, step
+    def jobs(self) -> Iterator[Job]:
+        for runs in self.runs:
+            for batch in runs.batches:
+                for step in runs.steps:
+                    yield runs, batch, step
 
 
-FULL = Plan((DESKTOP, BASE), ("rtx4070", "h100"), searched="rtx4070", maximum=2**20)
-SMALL = dataclasses.replace(
-    DESKTOP, sizes={**DESKTOP.sizes, "blocks": 1}, batches=(32,), gemms=("library",)
+# Triton's products cannot be tiled without a GPU to time them on for the larger models.
+FULL = Plan(
+    (
+        Runs(DESKTOP, "rtx4070", (64, 128, 256), ON_GPU, "library"),
+        Runs(DESKTOP, "h100", (64, 128, 256), ON_GPU, "library"),
+        Runs(DESKTOP, "h100", (256,), ON_GPU, "triton"),
+        Runs(BASE, "rtx4070", (32, 64, 128), ON_GPU, "library"),
+        Runs(BASE, "h100", (32, 64, 128), ON_GPU, "library"),
+        Runs(GPT, "h100", (8,), ON_GPU, "library"),
+        Runs(GPT_REMAT, "h100", (8,), ON_GPU, "library"),
+        Runs(DESKTOP, "v5e", (256,), ON_TPU, None),
+        Runs(GPT, "v5e", (8,), ON_TPU, None),
+        Runs(GPT_REMAT, "v5e", (8,), ON_TPU, None),
+        Runs(DESKTOP, "v5p", (256,), ON_TPU, None),
+        Runs(BASE, "v5p", (128,), ON_TPU, None),
+        Runs(GPT, "v5p", (8,), ON_TPU, None),
+        Runs(GPT_REMAT, "v5p", (8,), ON_TPU, None),
+    ),
+    Search(DESKTOP, "rtx4070", "library", maximum=2**20),
 )
-QUICK = Plan((SMALL,), ("h100",), searched="h100", maximum=32)
+SMALL = vit("one block", image=32, patch=4, width=256, hidden=800, heads=8, blocks=1, classes=100)
+QUICK = Plan(
+    (
+        Runs(SMALL, "h100", (32,), ON_GPU, "library"),
+        Runs(SMALL, "v5e", (32,), ("f32", "halfstep, bf16"), None),
+    ),
+    Search(SMALL, "h100", "library", maximum=32),
+)
 
 
-def compile_rows(plan: Plan) -> list[dict[str, Any]]:
+def compile_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """One row for each step, batch, target, maker of products and model."""
     rows = []
-    bar = tqdm(list(plan.jobs()), desc="compile", unit="step")
-    for model, gemm, target, batch, name in bar:
-        bar.set_postfix_str(f"{model.name}, {gemm}, {target}, batch {batch}, {name}")
+    bar = tqdm(jobs, desc="compile", unit="step")
+    for runs, batch, name in bar:
+        bar.set_postfix_str(f"{runs.model.name}, {runs.target}, batch {batch}, {name}")
         variant = VARIANTS[name]
         row: dict[str, Any] = {
-            "model": model.name,
-            "gemm": gemm,
-            "target": target,
+            "model": runs.model.name,
+            "gemm": runs.gemm,
+            "target": runs.target,
             "batch": batch,
             "step": name,
         }
         try:
             (entry,) = halfstep.preflight(
-                variant.step,
-                arguments(variant, model.sizes, batch),
-                targets=target,
+                variant.of(runs.model.loss),
+                arguments(variant, runs.model, batch),
+                targets=runs.target,
                 donate_argnums=DONATED,
-                gemm=gemm,
+                gemm=runs.gemm or "auto",
                 progress=False,
             ).entries
         except RefusedError as error:
             # A fact about this step, and no reason to lose those of the others.
             rows.append({**row, "refused": cause(error)})
             continue
+        accessed = entry.estimates.get("bytes accessed")
         rows.append(
             {
                 **row,
                 "peak_bytes": entry.peak_bytes,
+                "argument_bytes": entry.argument_bytes,
                 "traffic_bytes": entry.traffic_bytes,
+                "accessed_bytes": None if accessed is None else int(accessed),
                 "usable_bytes": entry.usable_bytes,
                 "fits": entry.fits,
                 "rematerialized": rematerialized(entry.hlo),
@@ -157,24 +174,35 @@ def rematerialized(program: str) -> int:
 
 
 def with_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with how many times less than the float32 step they take."""
-    where = ("model", "gemm", "target", "batch")
-    reference = {tuple(r[k] for k in where): r for r in rows if r["step"] == REFERENCE}
+    """Rows with how many times less than the float32 step they take, and beside the floor.
+
+    The floor is what the step would take if all that float32 needs beside its arguments took half.
+    """
+    reference = {place(row): row for row in rows if row["step"] == REFERENCE}
     made = []
     for row in rows:
-        base = reference[tuple(row[key] for key in where)]
-        ratios = {
-            f"{what}_ratio": round(base[f"{what}_bytes"] / row[f"{what}_bytes"], 3)
-            for what in ("peak", "traffic")
-            if "refused" not in row and "refused" not in base
-        }
-        made.append({**row, **ratios})
+        base = reference[place(row)]
+        added: dict[str, Any] = {}
+        for what in ("peak", "traffic", "accessed"):
+            mine, other = row.get(f"{what}_bytes"), base.get(f"{what}_bytes")
+            if mine is not None and other is not None:
+                added[f"{what}_ratio"] = round(other / mine, 3)
+        given = base.get("argument_bytes") or row.get("argument_bytes")
+        if "peak_ratio" in added and given is not None:
+            floor = given + (base["peak_bytes"] - given) // 2
+            added |= {"floor_bytes": floor, "floor_ratio": round(row["peak_bytes"] / floor, 3)}
+        made.append({**row, **added})
     return made
 
 
-def search_rows(plan: Plan) -> list[dict[str, Any]]:
-    """The largest batch of the first model that fits, for each step that is searched."""
-    model, target = plan.models[0], plan.searched
+def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the rows have in common that are compared."""
+    return tuple(row[key] for key in ("model", "gemm", "target", "batch"))
+
+
+def search_rows(search: Search) -> list[dict[str, Any]]:
+    """The largest batch that fits, for each step that is searched."""
+    model = search.model
     rows = []
     bar = tqdm(SEARCHED, desc="largest batch", unit="step")
     for name in bar:
@@ -182,22 +210,22 @@ def search_rows(plan: Plan) -> list[dict[str, Any]]:
 
         def step_for_batch(batch: int, variant=variant, name=name) -> tuple[Any, tuple[Any, ...]]:
             bar.set_postfix_str(f"{name}, batch {batch}")
-            return variant.step, arguments(variant, model.sizes, batch)
+            return variant.of(model.loss), arguments(variant, model, batch)
 
         row: dict[str, Any] = {
             "model": model.name,
-            "gemm": model.gemms[0],
-            "target": target,
+            "gemm": search.gemm,
+            "target": search.target,
             "step": name,
         }
         try:
             found = halfstep.preflight.largest_batch(
                 step_for_batch,
-                target=target,
+                target=search.target,
                 multiple_of=STRIDE,
-                maximum=plan.maximum,
+                maximum=search.maximum,
                 donate_argnums=DONATED,
-                gemm=model.gemms[0],
+                gemm=search.gemm,
                 progress=False,
             )
         except RefusedError as error:
@@ -216,21 +244,35 @@ def search_rows(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, only: Sequence[str] = ()) -> dict[str, Any]:
     """All rows, with what is needed to make them again."""
-    rows = compile_rows(plan)
+    jobs = [job for job in plan.jobs() if is_chosen(job, only)]
+    rows = compile_rows(jobs)
     return report(
         MODULE,
         {
-            "models": {model.name: dict(model.sizes) for model in plan.models},
+            "models": {runs.model.name: dict(runs.model.sizes) for runs in plan.runs},
             "optimizer": "adamw",
             "donated": "parameters, optimizer state and loss scaling",
             "reference": REFERENCE,
             "rows": rows,
-            "largest_batch": search_rows(plan),
+            "largest_batch": [] if only else search_rows(plan.search),
         },
-        packages=("mixed-precision-for-JAX", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"),
+        packages=(
+            "mixed-precision-for-JAX",
+            "jax-cuda12-plugin",
+            "nvidia-cuda-nvcc-cu12",
+            "libtpu",
+        ),
     )
+
+
+def is_chosen(job: Job, only: Sequence[str]) -> bool:
+    """Whether a job is one of those that were asked for; the float32 step is always among them."""
+    runs, batch, step = job
+    names = {runs.model.name, runs.target, runs.gemm, f"batch {batch}"}
+    steps = set(VARIANTS) & set(only)
+    return set(only) - steps <= names and (not steps or step in {REFERENCE, *steps})
 
 
 def show(made: Mapping[str, Any]) -> str:
@@ -243,15 +285,19 @@ def show(made: Mapping[str, Any]) -> str:
         "step": "step",
         "peak": "peak MiB",
         "peak_ratio": "less",
+        "floor_ratio": "of floor",
         "traffic": "traffic GiB",
         "traffic_ratio": "less",
+        "accessed": "accessed GiB",
+        "accessed_ratio": "less",
         "fits": "fits",
     }
     rows = [
         {
             **row,
-            "peak": "refused" if "refused" in row else f"{row['peak_bytes'] / 2**20:.0f}",
-            "traffic": "" if "refused" in row else f"{row['traffic_bytes'] / 2**30:.2f}",
+            "peak": "refused" if "refused" in row else figure(row["peak_bytes"], 2**20, ".0f"),
+            "traffic": figure(row.get("traffic_bytes"), 2**30, ".2f"),
+            "accessed": figure(row.get("accessed_bytes"), 2**30, ".2f"),
         }
         for row in made["rows"]
     ]
@@ -262,6 +308,11 @@ def show(made: Mapping[str, Any]) -> str:
             f"largest batch of the {row['model']} on {row['target']}, {row['step']}: {found}"
         )
     return "\n".join(lines)
+
+
+def figure(size: int | None, unit: int, form: str) -> str:
+    """Bytes in a unit; nothing if the compiler does not say."""
+    return "" if size is None else format(size / unit, form)
 
 
 def to_json(made: Mapping[str, Any]) -> str:
@@ -275,13 +326,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the figures")
     options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
     options.add_argument(
-        "--quick", action="store_true", help="one block, one batch, one target: a minute"
+        "--quick", action="store_true", help="one block, one batch, two targets: a minute or two"
+    )
+    options.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only rows with this model, target, maker of products, 'batch N' or step, and f32",
     )
     parsed = options.parse_args(argv)
     if parsed.source:
         made = json.loads(pathlib.Path(parsed.source).read_text())
     else:
-        made = measure(QUICK if parsed.quick else FULL)
+        made = measure(QUICK if parsed.quick else FULL, parsed.only)
     if parsed.json == "-":
         print(to_json(made))
     else:

@@ -76,13 +76,11 @@ def fashion_mnist(result: dict[str, Any]) -> str:
 
 
 def memory(result: dict[str, Any]) -> str:
-    shown = [row for row in result["rows"] if row["gemm"] == "library"]
-    peak = _by_batch(shown, "peak", 2**20, ",.0f")
+    on_gpu = [row for row in result["rows"] if row["gemm"] == "library"]
+    on_tpu = [row for row in result["rows"] if row["gemm"] is None]
+    peak = _by_batch(on_gpu, "peak", ("h100",))
     for line in peak:
-        line["fits"] = _fitting(shown, line["model"], line["batch"])
-    traffic = _by_batch(shown, "traffic", 2**30, ",.2f")
-    steps = {row["step"]: row["step"] for row in shown}
-    columns = {"model": "model", "batch": "batch", **steps, "least": "f32 / least"}
+        line["fits"] = _fitting(on_gpu, line["model"], line["batch"])
     found = [
         {
             "step": row["step"],
@@ -103,11 +101,27 @@ def memory(result: dict[str, Any]) -> str:
     parts = [
         "Peak memory in MiB, compiled for an H100. The last column says which steps fit on an RTX "
         f"4070, of whose memory JAX takes {usable} by default; it is of the programs compiled for "
-        "that card.",
-        table(peak, {**columns, "fits": "fits on RTX 4070"}),
+        "that card, where there are such.",
+        table(peak, _columns(peak, on_gpu, {"fits": "fits on RTX 4070"})),
         "Memory traffic of a step in GiB, compiled for an H100.",
-        table(traffic, columns),
+        _table(on_gpu, "traffic", ("h100",)),
         _makers(result["rows"]),
+    ]
+    if on_tpu:
+        targets = tuple(dict.fromkeys(row["target"] for row in on_tpu))
+        parts += [
+            "Peak memory in MiB, compiled for a single chip of a TPU. An empty cell: the compiler "
+            "gave up, because it would not fit, and did not say what it would take.",
+            _table(on_tpu, "peak", targets),
+            "Bytes accessed in a step in GiB, as the TPU's compiler says, on the chip and off it. "
+            "It counts the inside of a loop once, so that those of the GPT, whose layers are one "
+            "loop, are of one layer and all that is outside.",
+            _table(on_tpu, "accessed", targets),
+            "Traffic to and from the TPU's main memory in a step in GiB, counted as for a GPU, a "
+            "loop as often as it turns.",
+            _table(on_tpu, "traffic", targets),
+        ]
+    parts += [
         f"The largest batch of the {largest['model']} on an RTX 4070, in multiples of 32:",
         table(found, largest_columns),
         "![Peak memory and traffic of each step over the batch](images/memory.png)",
@@ -115,21 +129,57 @@ def memory(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _by_batch(rows: list[dict[str, Any]], what: str, unit: int, form: str) -> list[dict[str, Any]]:
-    """One line for each model and batch on an H100, with a column for each step."""
-    lines: dict[tuple[str, int], dict[str, Any]] = {}
+OURS = "halfstep, bf16"
+
+
+def _table(rows: list[dict[str, Any]], what: str, targets: tuple[str, ...]) -> str:
+    lines = _by_batch(rows, what, targets)
+    return table(lines, _columns(lines, rows, {}))
+
+
+def _columns(
+    lines: list[dict[str, Any]], rows: list[dict[str, Any]], more: dict[str, str]
+) -> dict[str, str]:
+    """Headings: what is compared, each step, and what was found; those that no line has not."""
+    columns = {
+        "chip": "chip",
+        "model": "model",
+        "batch": "batch",
+        **{row["step"]: row["step"] for row in rows},
+        "floor": "16-bit floor",
+        "less": f"f32 / {OURS}",
+        "of_floor": f"{OURS} / floor",
+        **more,
+    }
+    return {key: name for key, name in columns.items() if any(key in line for line in lines)}
+
+
+def _by_batch(
+    rows: list[dict[str, Any]], what: str, targets: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """One line for each target, model and batch, with a column for each step."""
+    unit, form = (2**20, ",.0f") if what == "peak" else (2**30, ",.2f")
+    lines: dict[tuple[str, str, int], dict[str, Any]] = {}
     for row in rows:
-        if row["target"] != "h100":
+        if row["target"] not in targets:
             continue
-        line = lines.setdefault(
-            (row["model"], row["batch"]), {"model": row["model"], "batch": row["batch"], "best": 0}
-        )
+        place = {"model": row["model"], "batch": row["batch"]}
+        if len(targets) > 1:
+            place["chip"] = row["target"]
+        line = lines.setdefault((row["target"], row["model"], row["batch"]), place)
+        size = row.get(f"{what}_bytes")
         if "refused" in row:
             line[row["step"]] = "refused"
+        elif size is not None:
+            line[row["step"]] = format(size / unit, form)
+        if what == "peak" and "floor_bytes" in row:
+            line["floor"] = format(row["floor_bytes"] / unit, form)
+        if row["step"] != OURS:
             continue
-        line[row["step"]] = format(row[f"{what}_bytes"] / unit, form)
-        line["best"] = max(line["best"], row[f"{what}_ratio"])
-        line["least"] = f"{line['best']:.2f}"
+        if f"{what}_ratio" in row:
+            line["less"] = f"{row[f'{what}_ratio']:.2f}"
+        if what == "peak" and "floor_ratio" in row:
+            line["of_floor"] = f"{row['floor_ratio']:.3f}"
     return list(lines.values())
 
 
@@ -139,6 +189,8 @@ def _fitting(rows: list[dict[str, Any]], model: str, batch: int) -> str:
         for row in rows
         if (row["model"], row["batch"], row["target"]) == (model, batch, "rtx4070")
     }
+    if not there:
+        return ""
     if all(there.values()):
         return "all"
     if all(fits == (step != "f32") for step, fits in there.items()):
@@ -150,11 +202,17 @@ def _makers(rows: list[dict[str, Any]]) -> str:
     """How far the figures depend on who makes the matrix products, and on the card."""
     batch = 256
     triton = [
-        f"{row['step']} {row['peak_bytes'] / 2**20:,.0f} MiB ({row['traffic_bytes'] / 2**30:.2f})"
+        row
         for row in rows
         if (row["gemm"], row["target"], row["batch"]) == ("triton", "h100", batch)
         and "refused" not in row
     ]
+    shown = "; ".join(
+        f"{row['step']} {row['peak_bytes'] / 2**20:,.0f} MiB ({row['traffic_bytes'] / 2**30:.2f})"
+        for row in triton
+    )
+    floor = next((row["floor_bytes"] for row in triton if "floor_bytes" in row), None)
+    said = "" if floor is None else f" The 16-bit floor is {floor / 2**20:,.0f} MiB there."
     peaks: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         if row["gemm"] == "library" and row.get("rematerialized") == 0:
@@ -163,9 +221,9 @@ def _makers(rows: list[dict[str, Any]]) -> str:
     apart = max(max(pair) / min(pair) - 1 for pair in peaks.values())
     return (
         "In both tables matrix products are cuBLAS's. With XLA's own, made by Triton, the desktop "
-        f"ViT at batch {batch} has a peak (and GiB of traffic) of {'; '.join(triton)}. The cards "
-        "get programs of their own: of one step at one batch, where neither recomputes anything, "
-        f"the peaks are up to {100 * apart:.0f} % apart."
+        f"ViT at batch {batch} has a peak (and GiB of traffic) of {shown}.{said} The cards get "
+        "programs of their own: of one step at one batch, where neither recomputes anything, the "
+        f"peaks are up to {100 * apart:.0f} % apart."
     )
 
 
