@@ -1,6 +1,6 @@
 """Calls: what is computed again, what is mapped over a mesh, what says where values lie."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,15 +27,13 @@ def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
     return nested(out_kinds(inner), inner)
 
 
-def _run_remat(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
-) -> list[Any]:
-    func = jax.checkpoint(
+def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
+    """What the user recomputes, as a function of its operands."""
+    return jax.checkpoint(
         lambda *values: tuple(run(decision.inner, values, decision.outs)),
         prevent_cse=node.params["prevent_cse"],
         policy=node.params["policy"],
     )
-    return list(func(*operands))
 
 
 def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
@@ -73,10 +71,10 @@ def _run_jit(
     return list(func(*operands))
 
 
-_NAMES = ("checkpoint", "remat", "remat2")
+RECOMPUTED = ("checkpoint", "remat", "remat2")
 PLANNERS = MappingProxyType(
     {
-        **dict.fromkeys(_NAMES, _plan_remat),
+        **dict.fromkeys(RECOMPUTED, _plan_remat),
         "shard_map": _plan_call,
         "jit": _plan_call,
         "pjit": _plan_call,
@@ -84,7 +82,6 @@ PLANNERS = MappingProxyType(
 )
 RUNNERS = MappingProxyType(
     {
-        **dict.fromkeys(_NAMES, _run_remat),
         "shard_map": _run_shard_map,
         "jit": _run_jit,
         "pjit": _run_jit,

@@ -1,7 +1,7 @@
 """Run a planned function."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from halfstep._autocast._decide import bind_by
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
+from halfstep._autocast._repeats import island_signature, signature
 from halfstep._autocast._table import TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Plan, held_dtype
 
@@ -54,6 +55,7 @@ class _Environment:
         self.plan = plan
         self.values: dict[int, Any] = {}
         self.others: dict[tuple[int, np.dtype], Any] = {}
+        self.shared: dict[Hashable, Callable[..., Any]] = {}
 
     def write(self, number: int, value: Any) -> None:
         self.values[number] = value
@@ -77,7 +79,11 @@ def _run_node(env: _Environment, index: int) -> None:
     node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
     operands = [_operand(env, operand, index) for operand in node.ins]
     with _in_scope(node):
-        results = bind(node, decision, operands, env.plan)
+        if node.name in _calls.RECOMPUTED and decision.inner is not None:
+            func = _calls.recomputed(node, decision, run)
+            results = env.shared.setdefault(signature(env.plan, index), func)(*operands)
+        else:
+            results = bind(node, decision, operands, env.plan)
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
         if dtype is not None and result.dtype != dtype:
@@ -192,7 +198,8 @@ def _run_island(env: _Environment, island: Island) -> None:
         return tuple(inner.read(number, dtype) for number, dtype in island.outputs)
 
     inputs = [env.read(number, dtype) for number, dtype in island.reads]
-    results = jax.checkpoint(inside)(*inputs)
+    func = env.shared.setdefault(island_signature(plan, island), jax.checkpoint(inside))
+    results = func(*inputs)
     for (number, dtype), result in zip(island.outputs, results, strict=True):
         if number in env.values:
             env.others[number, np.dtype(dtype)] = result
