@@ -69,9 +69,17 @@ def _attend(block: Params, x: Float[Array, "batch tokens width"], heads: int) ->
 
 
 def logits(
-    params: Params, ids: Int[Array, "batch tokens"], *, heads: int = 12, remat: bool = False
+    params: Params,
+    ids: Int[Array, "batch tokens"],
+    *,
+    heads: int = 12,
+    remat: bool = False,
+    scan: bool = True,
 ) -> Float[Array, "batch tokens vocabulary"]:
-    """Scores of the next token at every position; the embedding is used at both ends."""
+    """Scores of the next token at every position; the embedding is used at both ends.
+
+    With `scan=False` the layers are written out one after the other.
+    """
 
     def block(x: Array, layer: Params) -> tuple[Array, None]:
         x = x + _attend(layer, _normalize(layer["attention_norm"], x), heads)
@@ -80,14 +88,17 @@ def logits(
 
     x = params["embed"][ids] + params["position"][: ids.shape[1]]
     # Within a scan nothing merges the two computations, so that no barrier is needed.
-    body = jax.checkpoint(block, prevent_cse=False) if remat else block
-    x, _ = jax.lax.scan(body, x, params["blocks"])
+    body = jax.checkpoint(block, prevent_cse=not scan) if remat else block
+    if scan:
+        x, _ = jax.lax.scan(body, x, params["blocks"])
+    else:
+        for number in range(params["blocks"]["qkv"]["weight"].shape[0]):
+            layer = jax.tree.map(lambda stacked, number=number: stacked[number], params["blocks"])
+            x, _ = body(x, layer)
     return _normalize(params["norm"], x) @ params["embed"].T
 
 
-def loss(
-    params: Params, ids: Int[Array, "batch tokens"], *, heads: int = 12, remat: bool = False
-) -> Float[Array, ""]:
-    """Mean cross-entropy of every token but the first, in float32."""
-    scores = logits(params, ids[:, :-1], heads=heads, remat=remat).astype(jnp.float32)
+def loss(params: Params, ids: Int[Array, "batch tokens"], **options: Any) -> Float[Array, ""]:
+    """Mean cross-entropy of every token but the first, in float32; options as of `logits`."""
+    scores = logits(params, ids[:, :-1], **options).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]))

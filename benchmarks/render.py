@@ -227,7 +227,67 @@ def _makers(rows: list[dict[str, Any]]) -> str:
     )
 
 
-RENDERERS = (overhead, fashion_mnist, memory)
+def autocast(result: dict[str, Any]) -> str:
+    traced, deep = result["traced"], result["deep"]
+    tracing = [
+        {
+            "layers": row["layers"],
+            "way": row["way"],
+            "seconds": f"{row['trace_seconds'] + row['lower_seconds']:.2f}",
+            "ratio": f"{row['ratio']:.2f}",
+        }
+        for row in result["trace"]
+    ]
+    steps = [
+        {
+            "model": row["model"],
+            "way": row["way"],
+            "time": f"{row['time_ratio']:.2f}",
+            "instructions": f"{row['instruction_ratio']:.2f} ({row['instructions']:,})",
+        }
+        for row in result["step"]
+    ]
+    errors = [
+        {
+            "model": row["model"],
+            "way": row["way"],
+            "errors": ", ".join(f"{100 * error:.2f} %" for error in row["errors"]),
+            "ratio": f"{row['ratio']:.2f}",
+        }
+        for row in result["gradient"]
+    ]
+    parts = [
+        "**Tracing.** Seconds to trace and lower the loss with its gradient, and the ratio to the "
+        f"float32 function: a language model of {traced['layers']} layers, width "
+        f"{traced['width']}, in a `scan` or written out by a Python loop. CPU time, medians of "
+        f"{result['traces']} runs in turns, each with empty caches. By hand is `astype` on all "
+        f"arguments. {deep['layers']} layers of width {deep['width']} in a `scan` take autocast "
+        f"{result['deep_seconds']:.2f} s.",
+        table(
+            tracing,
+            {"layers": "layers", "way": "loss", "seconds": "seconds", "ratio": "to float32"},
+        ),
+        "**Steps on a CPU.** Time and instructions of a whole step with AdamW, beside the one that "
+        f"is cast to bfloat16 by hand; batch {result['batch']}, medians of {result['rounds']} "
+        "rounds in turns. Islands compute some of it twice. A CPU computes bfloat16 in "
+        "float32, so that these compare ways to write it, and say nothing about the speed of 16 "
+        "bits.",
+        table(
+            steps,
+            {"model": "model", "way": "loss", "time": "time", "instructions": "instructions"},
+        ),
+        "**Gradients.** The norm of their difference to float32's, beside the norm of those, for "
+        f"{result['seeds']} random initializations and batches; and the largest ratio to that of "
+        "casting by hand.",
+        table(
+            errors,
+            {"model": "model", "way": "loss", "errors": "errors", "ratio": "to by hand, at most"},
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+RENDERERS = (overhead, fashion_mnist, memory, autocast)
 
 
 def render(page: str) -> str:
