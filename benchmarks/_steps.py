@@ -80,7 +80,7 @@ def with_halfstep(policy: str) -> Callable[[Loss], Step]:
 
     def of(loss: Loss) -> Step:
         def step(model: Any, opt_state: Any, scaling: Any, *batch: Any):
-            grad_fn = _value_and_grad(loss, scaling, policy)
+            grad_fn = halfstep.filter_value_and_grad(loss, scaling, policy=policy)
             value, scaling, finite, grads = grad_fn(model, *batch)
             model, opt_state = halfstep.optimizer_update(model, OPTIMIZER, opt_state, grads, finite)
             return model, opt_state, scaling, value
@@ -88,12 +88,6 @@ def with_halfstep(policy: str) -> Callable[[Loss], Step]:
         return step
 
     return of
-
-
-def _value_and_grad(loss: Loss, scaling: Any, policy: str) -> Callable[..., Any]:
-    if policy.endswith(":inputs"):
-        return halfstep.filter_value_and_grad(loss, scaling, policy=policy)
-    return halfstep.filter_value_and_grad(halfstep.autocast(loss, policy), scaling, policy="f32")
 
 
 def _update(model: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
