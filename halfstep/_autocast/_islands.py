@@ -9,12 +9,13 @@ inside of an island; neither is anything with an effect, a loop, or a call.
 
 import dataclasses
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant
+from halfstep._autocast._graph import Constant, Graph
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._table import Rule
 from halfstep._autocast._types import Plan, held_dtype
@@ -29,6 +30,8 @@ class Island:
     """What comes in, and the dtype it is held in."""
     outputs: tuple[tuple[int, np.dtype | None], ...]
     """What goes out, and the dtype it is held in; a value may go out in both."""
+    is_last: bool
+    """Whether no contraction comes after it, nor anything that may hold one."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -41,7 +44,13 @@ def schedule(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Island]:
     groups = _groups(plan) if plan.settings.islands else []
     if not groups:
         return list(range(len(plan.graph.nodes)))
-    islands = [_island(plan, group, out_kinds) for group in groups]
+    begun = [_begun(plan, group) for group in groups]
+    groups = [tuple(sorted({*group, *own})) for group, (own, _) in zip(groups, begun, strict=True)]
+    later = _before_calls(plan)
+    islands = [
+        _island(plan, group, out_kinds, copied, later)
+        for group, (_, copied) in zip(groups, begun, strict=True)
+    ]
     unit_of: dict[int, int] = {}
     units: list[int | Island] = []
     members = {index: which for which, group in enumerate(groups) for index in group}
@@ -188,18 +197,96 @@ class _Union:
         self.parent[self.find(b)] = self.find(a)
 
 
-def _island(plan: Plan, group: tuple[int, ...], out_kinds: Sequence[Kind]) -> Island:
+def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    """With what an island begins beside its float32: what is its alone, and copies of the rest.
+
+    `x - max(x)` in the compute dtype is made again of `x` and its maximum, instead of being stored
+    beside `x`, which the contraction before has stored already.
+    """
     graph, chosen = plan.graph, set(group)
-    level, compute = plan.levels[group[0]], plan.settings.compute
+    found: set[int] = set()
+    waiting = list(group)
+    while waiting:
+        for operand in graph.nodes[waiting.pop()].ins:
+            index = None if isinstance(operand, Constant) else plan.producer[operand]
+            if index is None or index in chosen or index in found:
+                continue
+            if plan.levels[index] == plan.levels[group[0]] and _is_cheap(plan, index):
+                found.add(index)
+                waiting.append(index)
+    own = set(found)
+    while True:
+        inside = chosen | own
+        alone = {index for index in own if _is_used_only_in(plan, index, inside)}
+        if alone == own:
+            return own, found - own
+        own = alone
+
+
+def _before_calls(plan: Plan) -> set[int]:
+    """The operations after which a contraction comes, or anything that may hold one."""
+    found: set[int] = set()
+    for index in reversed(range(len(plan.graph.nodes))):
+        users = (
+            user for number in plan.graph.nodes[index].outs for user in plan.graph.users[number]
+        )
+        if any(user in found or _may_contract(plan, user) for user in users):
+            found.add(index)
+    return found
+
+
+def _may_contract(plan: Plan, index: int) -> bool:
+    decision = plan.decisions[index]
+    return decision.barrier and (decision.rule is Rule.COMPUTE or decision.inner is not None)
+
+
+def _is_cheap(plan: Plan, index: int) -> bool:
+    """Whether an operation in the compute dtype makes what it need not store."""
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
+    if decision.barrier or decision.inner is not None or decision.outs != (Kind.LOW,):
+        return False
+    whole = math.prod(plan.graph.avals[node.outs[0]].shape)
+    if node.name == "broadcast_in_dim":
+        return all(size(plan.graph, operand) < whole for operand in node.ins)
+    if node.name != "sub":
+        return False
+    return any(size(plan.graph, o) < whole or _is_spread(plan, o) for o in node.ins)
+
+
+def _is_spread(plan: Plan, operand: int | Constant) -> bool:
+    made_by = None if isinstance(operand, Constant) else plan.producer[operand]
+    return made_by is not None and plan.graph.nodes[made_by].name == "broadcast_in_dim"
+
+
+def size(graph: Graph, operand: int | Constant) -> int:
+    """How many elements an operand has."""
+    return math.prod(getattr(graph.aval(operand), "shape", ()))
+
+
+def _is_used_only_in(plan: Plan, index: int, inside: set[int]) -> bool:
+    outs = plan.graph.nodes[index].outs
+    returned = {o for o in plan.graph.outputs if not isinstance(o, Constant)}
+    return all(plan.graph.users[number] <= inside and number not in returned for number in outs)
+
+
+def _island(
+    plan: Plan,
+    group: tuple[int, ...],
+    out_kinds: Sequence[Kind],
+    copied: set[int],
+    later: set[int],
+) -> Island:
+    graph, level, compute = plan.graph, plan.levels[group[0]], plan.settings.compute
+    made = {number for index in group for number in graph.nodes[index].outs}
+    group = tuple(sorted({*group, *copied}))
+    chosen = set(group)
     reads: dict[int, np.dtype | None] = {}
-    made: set[int] = set()
     for index in group:
         for operand in graph.nodes[index].ins:
             if not isinstance(operand, Constant) and plan.producer[operand] not in chosen:
                 reads[operand] = held_dtype(
                     graph.avals[operand], plan.seen(operand, level), compute
                 )
-        made |= set(graph.nodes[index].outs)
     outputs: dict[tuple[int, np.dtype | None], None] = {}
     for number in sorted(made):
         for index in sorted(graph.users[number] - chosen):
@@ -207,7 +294,7 @@ def _island(plan: Plan, group: tuple[int, ...], out_kinds: Sequence[Kind]) -> Is
     for operand, kind in zip(graph.outputs, out_kinds, strict=True):
         if not isinstance(operand, Constant) and operand in made:
             outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
-    return Island(group, tuple(reads.items()), tuple(outputs))
+    return Island(group, tuple(reads.items()), tuple(outputs), not later.intersection(group))
 
 
 def _taken(plan: Plan, number: int, index: int) -> np.dtype | None:

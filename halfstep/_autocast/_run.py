@@ -1,6 +1,7 @@
 """Run a planned function."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from halfstep._autocast._decide import bind_by
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
+from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
 from halfstep._autocast._table import TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Plan, held_dtype
@@ -25,9 +27,11 @@ _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.
 _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
 
-def run(plan: Plan, values: Sequence[Any], out_kinds: Sequence[Kind]) -> list[Any]:
+def run(
+    plan: Plan, values: Sequence[Any], out_kinds: Sequence[Kind], *, place: Place = Place.WHOLE
+) -> list[Any]:
     """Run a plan on values that are held as its inputs' kinds say."""
-    env = _Environment(plan)
+    env = _Environment(plan, place)
     for number, value in zip(plan.graph.inputs, values, strict=True):
         env.write(number, value)
     for number, value in plan.graph.constants:
@@ -51,8 +55,9 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
 class _Environment:
     """Values by number, each in one or both of the two dtypes."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, place: Place):
         self.plan = plan
+        self.place = place
         self.values: dict[int, Any] = {}
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.shared: dict[Hashable, Callable[..., Any]] = {}
@@ -80,10 +85,11 @@ def _run_node(env: _Environment, index: int) -> None:
     operands = [_operand(env, operand, index) for operand in node.ins]
     with _in_scope(node):
         if node.name in _calls.RECOMPUTED and decision.inner is not None:
-            func = _calls.recomputed(node, decision, run)
+            inside = functools.partial(run, place=env.place.within(node.name))
+            func = _calls.recomputed(node, decision, inside)
             results = env.shared.setdefault(signature(env.plan, index), func)(*operands)
         else:
-            results = bind(node, decision, operands, env.plan)
+            results = _bind(node, decision, operands, env)
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
         if dtype is not None and result.dtype != dtype:
@@ -128,10 +134,14 @@ def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
     return not isinstance(operand, Constant) and own != shape
 
 
-def bind(node: Node, decision: Decision, operands: Sequence[Any], plan: Plan) -> Iterable[Any]:
+def _bind(
+    node: Node, decision: Decision, operands: Sequence[Any], env: _Environment
+) -> Iterable[Any]:
     """Run one operation."""
+    plan = env.plan
     if decision.inner is not None:
-        return _RUNNERS[node.name](node, decision, operands, plan.settings, run)
+        inside = functools.partial(run, place=env.place.within(node.name))
+        return _RUNNERS[node.name](node, decision, operands, plan.settings, inside)
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
@@ -141,17 +151,8 @@ def bind(node: Node, decision: Decision, operands: Sequence[Any], plan: Plan) ->
         if any(wide) or out == FLOAT32:
             reduce = plan.settings.reduce or decision.dtype
             gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
-            compute = decision.dtype
-            return [
-                contract(
-                    node.primitive,
-                    params,
-                    operands,
-                    compute=compute,
-                    out=out,
-                    gradients=gradients,
-                )
-            ]
+            types: Any = {"compute": decision.dtype, "out": out, "gradients": gradients}
+            return [contract(node.primitive, params, operands, **types)]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
     subfuns, params = bind_params(node.primitive, params)
@@ -190,7 +191,7 @@ def _run_island(env: _Environment, island: Island) -> None:
     plan = env.plan
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = _Environment(plan)
+        inner = _Environment(plan, env.place)
         for number, value in zip(island.inputs, values, strict=True):
             inner.write(number, value)
         for index in island.nodes:
@@ -198,8 +199,10 @@ def _run_island(env: _Environment, island: Island) -> None:
         return tuple(inner.read(number, dtype) for number, dtype in island.outputs)
 
     inputs = [env.read(number, dtype) for number, dtype in island.reads]
-    func = env.shared.setdefault(island_signature(plan, island), jax.checkpoint(inside))
-    results = func(*inputs)
+    last = env.place is Place.WHOLE and island.is_last
+    barred = env.place is not Place.LOOP and not last
+    func = recomputed(inside, barred=barred)
+    results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)
     for (number, dtype), result in zip(island.outputs, results, strict=True):
         if number in env.values:
             env.others[number, np.dtype(dtype)] = result

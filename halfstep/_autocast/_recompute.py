@@ -1,0 +1,105 @@
+"""How an island is computed again: in a form that XLA neither undoes nor is hindered by.
+
+`jax.checkpoint` alone bars what was stored and what comes back from behind from being merged with
+anything. XLA:GPU needs both bars: without the second one it turns what comes back around in
+float32. XLA:TPU only needs the first: the second one keeps it from fusing contractions with what
+follows. Where forward and backward pass are apart anyway, in the body of a loop, and where nothing
+lies between them, after the last contraction, neither is needed.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from halfstep._autocast._calls import RECOMPUTED
+
+
+class Place(enum.Enum):
+    """Where a plan runs, which says what XLA sees beside it."""
+
+    WHOLE = "the whole function"
+    LOOP = "in the body of a loop, whose backward pass is another loop"
+    WITHIN = "in anything else: the backward pass follows, and something may lie between"
+
+    def within(self, name: str) -> "Place":
+        """The place of what is inside of an operation."""
+        if name in ("scan", "while"):
+            return Place.LOOP
+        # Of what the user has computed again, both passes are in the body of one loop.
+        is_loop = self is Place.LOOP and name not in RECOMPUTED
+        return Place.LOOP if is_loop else Place.WITHIN
+
+
+Function = Callable[..., tuple[Any, ...]]
+
+
+def recomputed(func: Function, *, barred: bool) -> Function:
+    """A function whose inside is computed again for its derivatives.
+
+    Args:
+        func: A function of arrays, without effects.
+        barred: Whether XLA must be kept from merging both computations into one.
+
+    Returns:
+        A function with the same results, whose derivatives store nothing but its arguments.
+    """
+    return _barred(func) if barred else jax.checkpoint(func, prevent_cse=False)
+
+
+def _barred(func: Function) -> Function:
+    @jax.custom_jvp
+    def outer(*values: Any) -> tuple[Any, ...]:
+        return func(*values)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
+        results = outer(*primals)
+        if not moving:
+            return results, tuple(map(_zero, results))
+
+        def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            # Of these everything is made again, so that nothing else has to be stored.
+            held = jax.lax.optimization_barrier(list(primals))
+
+            def moved(*values: Any) -> tuple[Any, ...]:
+                given = list(held)
+                for i, value in zip(moving, values, strict=True):
+                    given[i] = value
+                return func(*given)
+
+            _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
+            return _barred_but_on_tpu(made)
+
+        pushed = jax.checkpoint(push, prevent_cse=False)
+        return results, pushed(list(primals), [tangents[i] for i in moving])
+
+    outer.defjvp(rule, symbolic_zeros=True)
+    return outer
+
+
+def _moves(tangent: Any) -> bool:
+    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+
+
+def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
+    made = jax.lax.platform_dependent(
+        [tangents[i] for i in moving],
+        tpu=lambda values: values,
+        default=lambda values: [jax.lax.optimization_barrier(value) for value in values],
+    )
+    out = list(tangents)
+    for i, value in zip(moving, made, strict=True):
+        out[i] = value
+    return tuple(out)
+
+
+def _zero(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)
