@@ -18,6 +18,8 @@ from halfstep._keep import KEEP_SCOPE
 from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
 
 _PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
+# Dear to repeat; and what `jax.checkpoint` is told to save, which must not vanish in an island.
+_WHOLE = frozenset({"pallas_call", "name"})
 _KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
 
 
@@ -38,7 +40,7 @@ def decide(
     make = functools.partial(
         _decision, [graph.avals[number] for number in node.outs], compute, known=known, by=by
     )
-    barrier = node.effects or not known or node.name in COLLECTIVES or node.name == "pallas_call"
+    barrier = node.effects or not known or node.name in COLLECTIVES or node.name in _WHOLE
     if nested:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
