@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import halfstep
 from benchmarks._vit import ViT, loss
@@ -173,3 +174,121 @@ def test_the_same_dropout_forward_and_backward():
     grads = jax.grad(halfstep.autocast(func, "bf16"))(w, x)
     # exp(0) = 1: the gradient is the mask itself.
     assert (grads == jax.random.bernoulli(key, 0.5, (4, 4))).all()
+
+
+def test_the_difference_from_the_maximum_is_not_stored():
+    def func(x: Any) -> Any:
+        scores = x @ x
+        away = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+        # One that an island reads and, in the compute dtype, another does too.
+        return jnp.log(jnp.sum(jnp.exp(away), axis=-1)), away[:, 0]
+
+    graph = graph_of(jax.make_jaxpr(func)(X))
+    made = plan(graph, [Kind.LOW], Settings(BF16))
+    units = schedule(made, [Kind.WIDE] * 2)
+    (island,) = (unit for unit in units if isinstance(unit, Island))
+    (sub,) = (index for index, node in enumerate(graph.nodes) if node.name == "sub")
+    assert sub in island.nodes
+    assert sub in units
+    sizes = sorted(graph.avals[number].size for number in island.inputs)
+    assert sizes == [8, 64]
+
+
+def barriers(func: Any, platform: str) -> int:
+    """How often XLA is kept from merging values, in a gradient lowered for a platform."""
+    lowered = jax.export.export(jax.jit(jax.grad(func)), platforms=[platform])(X)
+    return lowered.mlir_module().count("stablehlo.optimization_barrier")
+
+
+def test_what_comes_back_is_barred_but_on_tpu():
+    low = halfstep.autocast(lambda x: jnp.sum(jnp.tanh(x @ x) @ x), "bf16")
+    assert barriers(low, "tpu") == 1
+    assert barriers(low, "cuda") == 2
+
+
+def test_nothing_is_barred_after_the_last_contraction():
+    low = halfstep.autocast(lambda x: jnp.sum(jnp.tanh(x @ x)), "bf16")
+    assert barriers(low, "cuda") == barriers(low, "tpu") == 0
+
+
+def test_nothing_is_barred_in_a_loop():
+    def func(x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda c, _: (jnp.tanh(c @ x) @ x, None), x, length=3)[0])
+
+    low = halfstep.autocast(func, "bf16")
+    assert barriers(low, "cuda") == barriers(low, "tpu") == 0
+    inner = jax.make_jaxpr(jax.grad(low))(X)
+    assert {"checkpoint", "remat", "remat2"} & {eqn.primitive.name for eqn in equations(inner)}
+
+
+def test_forward_mode_agrees_with_reverse_mode():
+    key = jax.random.key(0)
+    x, tangent = jax.random.normal(key, (2, 8, 8)) / 8
+
+    def func(x: Any) -> Any:
+        return jnp.sum(jnp.square(jax.nn.softmax(x @ x) @ x))
+
+    low = halfstep.autocast(func, "bf16")
+    _, pushed = jax.jit(lambda x, t: jax.jvp(low, (x,), (t,)))(x, tangent)
+    pulled = jnp.sum(jax.jit(jax.grad(low))(x) * tangent)
+    # Both round each of a handful of intermediate values once, of sums over 64 elements of either
+    # sign: compared with the sum of their sizes.
+    size = jnp.sum(jnp.abs(jax.grad(func)(x) * tangent))
+    assert abs(pushed - pulled) <= 8 * halfstep.FORMATS["bf16"].eps * size
+    _, curved = jax.jit(lambda x, t: jax.jvp(jax.grad(low), (x,), (t,)))(x, tangent)
+    assert jnp.isfinite(curved).all()
+
+
+def test_numbers_that_are_not_differentiated_pass_through():
+    index, keep = jnp.arange(8), jnp.arange(8) > 2
+
+    def func(x: Any) -> Any:
+        scores = jnp.where(keep, jnp.exp(x @ x)[index], 0.0)
+        return jnp.sum((scores / jnp.sum(scores)) @ x)
+
+    grads = jax.grad(halfstep.autocast(func, "bf16"))(X / 8)
+    assert jnp.isfinite(grads).all()
+
+
+def exponentials(func: Any) -> int:
+    jaxpr = jax.make_jaxpr(jax.grad(func))(X)
+    return sum(equation.primitive.name == "exp" for equation in equations(jaxpr))
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_what_the_user_saves_by_name_is_saved(where: str):
+    def block(x: Any) -> Any:
+        kept = checkpoint_name(jnp.exp(x @ x), "kept")
+        return jnp.tanh(jnp.log1p(kept)) @ x
+
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+
+    def func(x: Any) -> Any:
+        inner = jax.checkpoint(block, policy=policy) if where == "inside" else block
+        return jnp.sum(jnp.square(inner(x)))
+
+    low = halfstep.autocast(func, "bf16")
+    if where == "outside":
+        low = jax.checkpoint(low, policy=policy)
+    kept = [leaf for leaf in stored(low, X / 8) if leaf.shape == X.shape]
+    value = jnp.exp((X / 8) @ (X / 8))
+    assert any(jnp.allclose(leaf.astype(jnp.float32), value, rtol=1 / 64) for leaf in kept)
+    bare = jax.checkpoint(func, policy=policy) if where == "outside" else func
+    assert exponentials(low) == exponentials(bare), "and it is not made again"
+
+
+@pytest.mark.parametrize("policy", ["dots_saveable", "nothing_saveable", "everything_saveable"])
+def test_islands_within_what_the_user_computes_again(policy: str):
+    def block(x: Any) -> Any:
+        return jax.nn.softmax(x @ x) @ x
+
+    def func(x: Any, block: Any) -> Any:
+        return jnp.sum(jnp.square(jax.lax.scan(lambda c, _: (block(c), None), x, length=2)[0]))
+
+    again = jax.checkpoint(block, policy=getattr(jax.checkpoint_policies, policy))
+    x = jax.random.normal(jax.random.key(0), (8, 8)) / 8
+    got = jax.jit(jax.grad(halfstep.autocast(lambda x: func(x, again), "bf16")))(x)
+    want = jax.jit(jax.grad(halfstep.autocast(lambda x: func(x, block), "bf16")))(x)
+    # The same operations, but for one rounding of each softmax, in two turns, there and back.
+    off = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    assert off <= 4 * halfstep.FORMATS["bf16"].eps
