@@ -1,7 +1,7 @@
 """`autocast`: an unmodified float32 function in mixed precision."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -79,13 +79,34 @@ def autocast(
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
     numbers = {params} if isinstance(params, int) else set(params)
+    return rewritten(func, settings, params=numbers, keep=policy.keep)
+
+
+def rewritten(
+    func: Callable[..., Any],
+    settings: Settings,
+    *,
+    params: Collection[int],
+    keep: Sequence[str] = (),
+    every_rule: bool = True,
+) -> Callable[..., Any]:
+    """A function whose operations run as the settings say.
+
+    Args:
+        func: Any function that can be traced.
+        settings: What is asked for.
+        params: Which positional arguments hold parameters.
+        keep: Path rules for arguments that stay in float32.
+        every_rule: Whether a rule that is for nothing in the function is an error.
+    """
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if settings.compute.itemsize >= 4:
             return func(*args, **kwargs)
-        call = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
-        check_rules(call.plan)
+        call = trace(func, settings, args, kwargs, params=params, keep=keep)
+        if every_rule:
+            check_rules(call.plan)
         outputs = call.plan.graph.outputs
         results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs))
         avals = map(call.plan.graph.aval, outputs)

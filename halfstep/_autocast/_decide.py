@@ -124,11 +124,12 @@ def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | Non
 
 def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:
     """What the user's rule makes of an operation; `None` if the table decides."""
-    if chosen is None or callable(chosen.outcome):
+    if chosen is None:
         return None
-    outcome = Rule(chosen.outcome.replace("_", " "))
-    if node.name not in _PLANNERS or outcome in (Rule.FLOAT32, Rule.AS_TRACED):
-        return outcome
+    if not callable(chosen.outcome):
+        outcome = Rule(chosen.outcome.replace("_", " "))
+        if node.name not in _PLANNERS or outcome in (Rule.FLOAT32, Rule.AS_TRACED):
+            return outcome
     if chosen.op is not None and chosen.op == node.name:
         raise ValueError(
             f"the rule {str(chosen)!r} is for `{node.name}`, which is a call or a loop: it can run "

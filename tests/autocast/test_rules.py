@@ -262,8 +262,9 @@ def test_a_loop_cannot_run_in_the_compute_dtype():
     def func(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=2)[0]
 
-    with pytest.raises(ValueError, match="`scan`, which is a call or a loop"):
-        autocast(func, "bf16,op:scan=compute")(W, X)
+    for rule in ("op:scan=compute", PrecisionRule(as_float16, op="scan")):
+        with pytest.raises(ValueError, match="`scan`, which is a call or a loop"):
+            autocast(func, policy_of("bf16", rule))(W, X)
 
 
 def test_a_policy_for_inputs_only():
