@@ -26,7 +26,7 @@ def _run(code: str) -> str:
 def test_import_starts_no_backend():
     # `backends` creates them; the cache behind it is empty as long as nobody asked.
     code = (
-        "import halfstep, halfstep.compat.mpx, halfstep.compat.jmp; "
+        "import halfstep, halfstep.compat.jaxamp, halfstep.compat.jmp, halfstep.compat.mpx; "
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
     assert _run(code) == "False"

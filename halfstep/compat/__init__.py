@@ -1,7 +1,8 @@
 """The names of other libraries over halfstep's core: change the import, keep the step.
 
 `import halfstep.compat.mpx as mpx` and `import halfstep.compat.jmp as jmp` have every public name
-of mpx 0.1.8 and jmp 0.0.4, with their signatures and their order of returns.
+of mpx 0.1.8 and jmp 0.0.4, with their signatures and their order of returns;
+`import halfstep.compat.jaxamp as jaxamp` has what the README of jaxamp 0.0.4 shows.
 """
 
 import math

@@ -1,0 +1,392 @@
+"""The names of jaxamp 0.0.4: `import halfstep.compat.jaxamp as jaxamp` is the whole migration.
+
+`amp` is halfstep's autocast, which has jaxamp's precision functions as rules; the scaler's state is
+halfstep's loss scaling with jaxamp's constructor, so `halfstep.filter_grad` takes it as well. What
+jaxamp gets wrong is right here; the migration guide lists each difference.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import Primitive
+from jaxtyping import Array
+
+from halfstep import _scaling, _verdict
+from halfstep._autocast._api import rewritten, settings_of
+from halfstep._cast import cast_tree, is_castable
+from halfstep._collective import vary, varying_axes
+from halfstep._formats import DTypeLike
+from halfstep._policy import Policy
+from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
+from halfstep.compat import _power_of_two_below
+
+__all__ = (
+    "DynamicLossScaler",
+    "DynamicScalerState",
+    "amp",
+    "amp_stop",
+    "default_amp_policy",
+    "dynamic_scale_grad",
+    "dynamic_scale_value_and_grad",
+    "use_compute_precision",
+    "use_original_precision",
+)
+
+T = TypeVar("T")
+AmpPolicy = Mapping[Any, PrecisionFunction]
+"""Precision functions by primitive, or by the name of a `jax.named_scope`."""
+
+_STOP = "amp_stop"
+
+# jaxamp's growth ends where float32 does; this is the largest scale whose reciprocal is normal.
+_CEILING = 2.0**126
+
+
+# Precision functions.
+
+
+def use_compute_precision(
+    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Run an operation in the compute dtype.
+
+    An operation that takes anything but floating-point numbers (indices, complex numbers, keys) is
+    left as it is.
+
+    Args:
+        compute_dtype: That of `amp`.
+        original_dtypes: What the operands' dtypes are without `amp`.
+        *invars: The operands.
+        **bind_params: What else the primitive is bound with.
+
+    Returns:
+        The operands and the parameters that the operation is to be bound with.
+    """
+    if not all(map(is_castable, invars)):
+        return invars, bind_params
+    if "preferred_element_type" in bind_params:
+        bind_params = {**bind_params, "preferred_element_type": compute_dtype}
+    return cast_tree(invars, compute_dtype), bind_params
+
+
+def use_original_precision(
+    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Run an operation in the dtypes in which it is written.
+
+    Args:
+        compute_dtype: That of `amp`.
+        original_dtypes: What the operands' dtypes are without `amp`.
+        *invars: The operands.
+        **bind_params: What else the primitive is bound with.
+
+    Returns:
+        The operands and the parameters that the operation is to be bound with.
+    """
+    pairs = zip(invars, original_dtypes, strict=True)
+    return tuple(cast_tree(x, dtype) if is_castable(x) else x for x, dtype in pairs), bind_params
+
+
+# Which of halfstep's outcomes they are. Those know more than a function of operands can: gradients
+# of parameters add up in float32, and whole loops can be left as they are written.
+def _outcome(function: PrecisionFunction) -> Any:
+    if function is use_compute_precision:
+        return "compute"
+    return "float32" if function is use_original_precision else function
+
+
+default_amp_policy: AmpPolicy = MappingProxyType(
+    dict.fromkeys((_STOP, "amp_step", "amp_default"), use_original_precision)
+)
+"""The scopes that stop `amp`. The table of `halfstep.autocast` decides what is in no policy."""
+
+
+# Policies.
+
+
+def amp(
+    fun: Callable[..., Any] | None = None,
+    *,
+    compute_dtype: DTypeLike = jnp.float16,
+    amp_policy: AmpPolicy = default_amp_policy,
+) -> Callable[..., Any]:
+    """Run a function's operations in the precision that suits each, by `halfstep.autocast`.
+
+    Args:
+        fun: Any function that can be traced; its first argument holds the parameters. Without it, a
+            decorator is returned.
+        compute_dtype: The dtype of low precision.
+        amp_policy: What differs from the table of `halfstep.autocast`. Keys are JAX's primitives
+            (`jax.lax.add_p`), or the names of `jax.named_scope`s; of several active scopes the
+            outermost is used, and any scope comes before a primitive. Values are functions
+            `(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)`. An
+            entry that is for nothing in `fun` is no error. The entries of `default_amp_policy` are
+            there unless they are replaced.
+
+    Returns:
+        A function of the same arguments. Its results have the dtypes that they have without `amp`.
+
+    Raises:
+        TypeError: If `amp_policy` has an entry of another kind.
+        ValueError: When called, if a function is for a loop or a call, which has no precision.
+    """
+    if fun is None:
+        return functools.partial(amp, compute_dtype=compute_dtype, amp_policy=amp_policy)
+    policy = Policy(compute=compute_dtype, rules=tuple(_rules(amp_policy)))
+    return rewritten(fun, settings_of(policy), params={0}, every_rule=False)
+
+
+def amp_stop(f: Any = None) -> Any:
+    """Leave a function, or what is inside of a `with`, as it is written, whatever `amp` does.
+
+    It is the scope `jax.named_scope("amp_stop")`.
+
+    Args:
+        f: The function. Without it, the scope is returned, a context manager.
+    """
+    if f is None:
+        return jax.named_scope(_STOP)
+
+    @functools.wraps(f)
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_STOP):
+            return f(*args, **kwargs)
+
+    return stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Whether an operation is one that an entry of a policy is for."""
+
+    scope: str | None
+    """The scope of the entry; `None` if it is for a primitive."""
+    scopes: tuple[str, ...]
+    """All those of the policy."""
+    floats_only: bool
+
+    @property
+    def __name__(self) -> str:
+        return f"in {self.scope}" if self.scope else "in no scope of the policy"
+
+    def __call__(self, operation: Operation) -> bool:
+        if _outermost(operation.scope, self.scopes) != self.scope:
+            return False
+        dtypes = [operand.dtype for operand in operation.ins]
+        inexact = bool(dtypes) and all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
+        return inexact or not self.floats_only
+
+
+def _outermost(scope: str, names: Sequence[str]) -> str | None:
+    """Of some scopes' names, the one that is active on the outermost level."""
+    active = scope.split("/")
+    for level in range(1, len(active) + 1):
+        for name in names:
+            wanted = name.split("/")
+            if active[max(0, level - len(wanted)) : level] == wanted:
+                return name
+    return None
+
+
+def _rules(amp_policy: Mapping[Any, Any]) -> Iterator[PrecisionRule]:
+    entries = {**default_amp_policy, **amp_policy}
+    scopes = tuple(key for key in entries if isinstance(key, str))
+    for key, function in entries.items():
+        if not isinstance(key, str | Primitive):
+            raise TypeError(
+                "a key of `amp_policy` is a primitive such as jax.lax.add_p, or the name of a "
+                f"jax.named_scope; got {key!r}."
+            )
+        if not callable(function):
+            raise TypeError(
+                "a value of `amp_policy` is a function (compute_dtype, original_dtypes, *invars, "
+                f"**bind_params) -> (invars, bind_params); got {function!r} for {key!r}."
+            )
+        name = None if isinstance(key, str) else key.name
+        scope = key if isinstance(key, str) else None
+        where = _Entry(scope, scopes, function is use_compute_precision)
+        yield PrecisionRule(_outcome(function), op=name, where=where)
+
+
+# Loss scaling.
+
+
+class DynamicScalerState(_scaling.DynamicLossScaling):
+    """halfstep's `DynamicLossScaling` with jaxamp's constructor.
+
+    Args:
+        patience: Good steps in a row before the scaler grows.
+        adjust_factor: What the scaler grows and shrinks by, a power of two.
+        scaler: The scale to begin with, rounded down to a power of two. It never falls below 1, or
+            below what it begins with.
+        count: Good steps so far, to continue a run.
+    """
+
+    def __init__(
+        self, patience: Any = 2000, adjust_factor: Any = 2.0, scaler: Any = 2.0**15, count: Any = 0
+    ):
+        initial = _scaling._power_of_two(_power_of_two_below(scaler, "scaler"), "scaler")
+        if patience != int(patience) or patience < 1:
+            raise ValueError(f"`patience` must be a whole number, 1 or more; got {patience}.")
+        super().__init__(
+            initial,
+            min(1.0, initial),
+            _CEILING,
+            period=int(patience),
+            factor=_scaling._power_of_two(adjust_factor, "adjust_factor"),
+        )
+        # jaxamp counts one further before it grows: a state of its may have reached its patience.
+        self.counter = jnp.asarray(min(int(count), self.period - 1), jnp.int32)
+
+    @property
+    def patience(self) -> int:
+        """Good steps in a row before the scaler grows."""
+        return self.period
+
+    @property
+    def adjust_factor(self) -> float:
+        """What the scaler grows and shrinks by."""
+        return self.factor
+
+    @property
+    def scaler(self) -> Array:
+        """The scale, in float32."""
+        return self.loss_scaling
+
+    @property
+    def count(self) -> Array:
+        """Good steps since the scaler last changed."""
+        return self.counter
+
+
+DynamicLossScaler = DynamicScalerState
+"""What jaxamp's README calls it in its first example."""
+
+
+def dynamic_scale_value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 0,
+    filter: bool = True,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Value and gradients with a dynamic loss scaler.
+
+    Args:
+        fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+        has_aux: Whether `fun` returns an auxiliary output. It has no say in whether a step is good.
+        redo_on_nan: How often gradients that are not finite are computed again, each time with the
+            scaler that the last attempt has left. What the last attempt gives is returned, finite
+            or not. If the loss itself is not finite, no other scaler changes it, and nothing is
+            computed again.
+        filter: Whether to differentiate with respect to the inexact arrays of the first argument,
+            as `eqx.filter_value_and_grad` does; else by `jax.value_and_grad`.
+        **kwargs: Passed to `jax.value_and_grad`: `argnums=1`.
+
+    Returns:
+        A function of the same arguments and of `dynamic_scaler_state`, by name, that returns
+        `(dynamic_scaler_state, (value, grads))`, where `value` is `(loss, aux)` with `has_aux`.
+        Gradients are unscaled, in float32 or wider.
+    """
+    if redo_on_nan != int(redo_on_nan) or redo_on_nan < 0:
+        raise ValueError(f"`redo_on_nan` is a whole number, 0 or more; got {redo_on_nan}.")
+    transform: Callable[..., Any] = eqx.filter_value_and_grad if filter else jax.value_and_grad
+
+    def attempt(state: Any, args: Any, kwds: Any) -> tuple[Any, Any, Any]:
+        def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+            result = fun(*args, **kwds)
+            loss, _ = result if has_aux else (result, None)
+            return state.scale(loss), result
+
+        (_, result), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
+        grads = state.unscale(grads)
+        loss_finite = _verdict.all_finite(result[0] if has_aux else result)
+        finite = loss_finite & _verdict.all_finite(grads)
+        return state.adjust(finite), loss_finite & ~finite, (result, grads)
+
+    @functools.wraps(fun)
+    def value_and_grad(*args: Any, dynamic_scaler_state: Any, **kwds: Any) -> tuple[Any, Any]:
+        if not redo_on_nan:
+            state, _, result = attempt(dynamic_scaler_state, args, kwds)
+            return state, result
+        return _repeated(attempt, dynamic_scaler_state, (args, kwds), int(redo_on_nan) + 1)
+
+    # Its signature is not that of `fun`: it has one argument more.
+    del value_and_grad.__wrapped__
+    return value_and_grad
+
+
+def dynamic_scale_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 0,
+    filter: bool = True,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Gradients with a dynamic loss scaler.
+
+    Args:
+        fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
+        has_aux: Whether `fun` returns an auxiliary output.
+        redo_on_nan: As in `dynamic_scale_value_and_grad`.
+        filter: As in `dynamic_scale_value_and_grad`.
+        **kwargs: Passed to `jax.value_and_grad`: `argnums=1`.
+
+    Returns:
+        A function of the same arguments and of `dynamic_scaler_state`, by name, that returns
+        `(dynamic_scaler_state, grads)`, or `(dynamic_scaler_state, (grads, aux))` with `has_aux`.
+    """
+    with_value = dynamic_scale_value_and_grad(
+        fun, has_aux=has_aux, redo_on_nan=redo_on_nan, filter=filter, **kwargs
+    )
+
+    @functools.wraps(with_value)
+    def grad(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+        state, (value, grads) = with_value(*args, **kwds)
+        return state, (grads, value[1]) if has_aux else grads
+
+    return grad
+
+
+def _repeated(
+    attempt: Callable[..., tuple[Any, Any, Any]], state: T, call: Any, limit: int
+) -> tuple[T, Any]:
+    """Attempt a call until it need not be repeated, at most `limit` times. It is compiled once."""
+    # Handed over and not closed over: arrays would else be written into the program.
+    given, static = eqx.partition(call, eqx.is_array)
+    others: list[Any] = []
+
+    @jax.jit
+    def once(state: T, given: Any) -> tuple[T, Any, Any]:
+        state, again, result = attempt(state, *eqx.combine(given, static))
+        arrays, rest = eqx.partition(result, eqx.is_array)
+        others[:] = [rest]
+        return state, again, arrays
+
+    def body(carry: Any) -> Any:
+        state, number, _, _ = carry
+        state, again, arrays = once(state, given)
+        return state, number + 1, again, arrays
+
+    state = jtu.tree_map(jnp.asarray, state)
+    _, _, shapes = jax.eval_shape(once, state, given)
+    blank = jtu.tree_map(_blank, shapes)
+    state, _, _, arrays = jax.lax.while_loop(
+        lambda carry: carry[2] & (carry[1] < limit),
+        body,
+        (state, jnp.int32(0), jnp.bool_(True), blank),
+    )
+    return state, eqx.combine(arrays, *others)
+
+
+def _blank(like: jax.ShapeDtypeStruct) -> Array:
+    return vary(jax.lax.full(like.shape, 0, like.dtype), tuple(varying_axes(like)))
