@@ -218,6 +218,10 @@ def _grad(func: Callable = _loss, *args: Any, x: Any = None, **options: Any) -> 
     return halfstep.filter_grad(func, *args, **options)(_ones(), _ones() if x is None else x)
 
 
+def _inputs(func: Callable = _loss, **options: Any) -> Any:
+    return _grad(func, policy="bf16:inputs", **options)
+
+
 def _mistaken() -> None:
     # Unwrapped: in tests beartype would object first.
     inspect.unwrap(halfstep.filter_value_and_grad)(_loss, "bf16")
@@ -225,7 +229,7 @@ def _mistaken() -> None:
 
 def _strict() -> None:
     with jax.numpy_dtype_promotion("strict"):
-        _grad(lambda params, x: jnp.mean(params * x + np.zeros(8, np.float32)))
+        _inputs(lambda params, x: jnp.mean(params * x + np.zeros(8, np.float32)))
 
 
 def _without(package: str) -> None:
@@ -276,11 +280,17 @@ MESSAGES: dict[str, Callable[[], Any]] = {
         jax.jit(_through_a_loop)
     )(1.0),
     "steps in a row were skipped": _skip_twice,
-    "the function cannot be traced at its own dtypes": lambda: _grad(_half_only, has_aux=True),
-    "scan body function carry input and carry output must have equal types": lambda: _grad(
+    "is for nothing in this function": lambda: _grad(policy="bf16,op:tanh=compute"),
+    "which is a call or a loop": lambda: _grad(
+        _scan, x=jnp.ones((4, 8)), policy="bf16,op:scan=compute"
+    ),
+    "casts arguments and nothing else": lambda: halfstep.autocast(_loss, "bf16:inputs"),
+    "is float32 or the compute dtype": lambda: halfstep.autocast(_loss, "bf16", reduce_dtype="f16"),
+    "the function cannot be traced at its own dtypes": lambda: _inputs(_half_only, has_aux=True),
+    "scan body function carry input and carry output must have equal types": lambda: _inputs(
         _scan, x=jnp.ones((4, 8))
     ),
-    "cond branches must have equal output types but they differ": lambda: _grad(_cond),
+    "cond branches must have equal output types but they differ": lambda: _inputs(_cond),
     "have no available implicit dtype promotion path": _strict,
     "casting to float64 needs 64-bit types, which are off": lambda: halfstep.cast_tree(
         _ones(), "f64"
