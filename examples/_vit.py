@@ -1,8 +1,7 @@
 """A vision transformer in plain Equinox. Nothing in it knows of mixed precision.
 
-Equinox's attention and layer norm already do their softmax and their statistics in float32 and
-hand back the dtype that came in, so nothing in this model has to be protected from float16. A
-softmax or a norm written by hand would be wrapped in `halfstep.force_full_precision`.
+Matrix products become 16-bit, softmax and norms stay in float32: `halfstep.filter_value_and_grad`
+sees to that, also for those that are written by hand.
 """
 
 from collections.abc import Mapping

@@ -4,9 +4,9 @@
     python -m examples.vit_fashion_mnist --policy f16 --loss-scale 16777216 --steps 200
     python -m examples.vit_fashion_mnist --policy bf16 --save-every 100 --resume
 
-The model (`_vit.py`) is written in float32. Mixed precision is in `initial_state` (which loss
-scaling), `cross_entropy` (what stays in float32) and `train_step`; the rest is what any training
-script has: data, evaluation, checkpoints, curves.
+The model (`_vit.py`) and the loss are written in float32. Mixed precision is in `initial_state`
+(which loss scaling) and `train_step`; the rest is what any training script has: data, evaluation,
+checkpoints, curves.
 """
 
 import argparse

@@ -259,8 +259,9 @@ def force_full_precision(
 def force_full_precision(func: Any = None, return_dtype: DTypeLike | None = None) -> Any:
     """Run a function or an Equinox module in float32, wherever it is called.
 
-    For what must not run in 16 bits: softmax, norms, sums, losses. The arguments are cast to
-    float32 and any pytree that comes back is cast to `return_dtype`.
+    For what must not run in 16 bits where arguments are cast: softmax, norms, sums, losses. The
+    arguments are cast to float32 and any pytree that comes back is cast to `return_dtype`.
+    `autocast` leaves the inside in float32, matrix products included, as with `keep_precision`.
 
     Args:
         func: The function or module. Without it a decorator is returned.

@@ -166,7 +166,7 @@ def filter_value_and_grad(
             `func` gives it without mixed precision, so state that goes in and out stays stable.
         keep: Rules for arguments that are not cast, beside the policy's own: paths that begin
             with the function's parameter names, `("state", "batch/targets", "**/running_var")`.
-            What they enter is computed in float32.
+            What they enter is computed in float32, matrix products included.
         check_finite: Whether finiteness is computed. By default if there is a loss scale.
         microbatches: In how many turns the batch is processed. Losses and gradients are summed in
             float32 in the order of the microbatches, with the scale held fixed; then they are

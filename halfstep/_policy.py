@@ -37,10 +37,11 @@ class Policy:
 
     Attributes:
         param: Dtype in which parameters are stored.
-        compute: Dtype in which floating-point arguments enter the computation.
+        compute: Dtype of matrix products and convolutions; in the mode `"inputs"`, the one in which
+            floating-point arguments enter the function.
         output: Dtype of the results, for `cast_to_output`.
-        keep: Path rules for arguments that are not cast. A matrix product with one of them is
-            computed in float32.
+        keep: Path rules for arguments that are computed with in float32, matrix products included;
+            in the mode `"inputs"`, for those that are not cast.
         rules: For single operations, against the table of `autocast`: `PrecisionRule`s, or their
             texts: `("op:tanh=compute", "scope:decoder/head=float32")`.
         accumulate: In which dtype contractions hand on their results: the compute dtype (`None`),

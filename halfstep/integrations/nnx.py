@@ -167,11 +167,12 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Like `nnx.value_and_grad`, in mixed precision and with loss scaling.
 
-    The model's parameters and the other floating-point arguments enter `func` in the policy's
-    compute dtype. Variables that are no `nnx.Param` (batch statistics, caches, random state) keep
-    their dtype, and what `func` does to them is written into the module: random state always, so
-    that the step after a skipped one draws other numbers; everything else only if the step is
-    finite. Other NNX objects among the arguments, such as `nnx.Rngs`, are treated the same way.
+    `func` is rewritten by `autocast`; with a policy such as `"bf16:inputs"` the model's parameters
+    and the other floating-point arguments are cast instead. Variables that are no `nnx.Param`
+    (batch statistics, caches, random state) keep their dtype, and what `func` does to them is
+    written into the module: random state always, so that the step after a skipped one draws other
+    numbers; everything else only if the step is finite. Other NNX objects among the arguments, such
+    as `nnx.Rngs`, are treated the same way.
 
     Args:
         func: A function whose first argument is an NNX module and which returns a scalar loss, or
