@@ -73,7 +73,7 @@ class _Call:
 
     All objects are split together, the model first, so that what two of them share stays shared.
     Their variables are of three kinds: `params` are differentiated; `kept` ones (statistics,
-    counters) keep their dtype and come back changed; `frozen` ones are cast and never come back.
+    counters) keep their dtype and come back changed; `frozen` ones never come back.
     """
 
     def __init__(self, func: Callable, args: tuple, kwargs: Mapping[str, Any], wrt: Any):
@@ -262,7 +262,7 @@ def value_and_grad(
             **options,
         )
         state = {state_name: _Kept(call.kept), frozen_name: call.frozen}
-        # As plain values: whatever `wrt` selects is trained, and so cast, though its type be state.
+        # As plain values: whatever `wrt` selects is a parameter, though its type be state.
         (loss, (kept, created, aux)), adjusted, finite, grads = gradient(
             nnx.to_pure_dict(call.params), *call.args[1:], **call.kwargs, **state
         )
