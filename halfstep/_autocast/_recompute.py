@@ -8,6 +8,7 @@ lies between them, after the last contraction, neither is needed.
 """
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,16 +53,15 @@ def recomputed(func: Function, *, barred: bool) -> Function:
 
 
 def _barred(func: Function) -> Function:
+    # Traced once, however often it is called: layers that are written out share it.
+    func = jax.jit(func, inline=True)
+
     @jax.custom_jvp
     def outer(*values: Any) -> tuple[Any, ...]:
         return func(*values)
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
-        results = outer(*primals)
-        if not moving:
-            return results, tuple(map(_zero, results))
-
+    @functools.cache
+    def pushing(moving: tuple[int, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             # Of these everything is made again, so that nothing else has to be stored.
             held = jax.lax.optimization_barrier(list(primals))
@@ -75,8 +75,14 @@ def _barred(func: Function) -> Function:
             _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
             return _barred_but_on_tpu(made)
 
-        pushed = jax.checkpoint(push, prevent_cse=False)
-        return results, pushed(list(primals), [tangents[i] for i in moving])
+        return jax.checkpoint(push, prevent_cse=False)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))
+        results = outer(*primals)
+        if not moving:
+            return results, tuple(map(_zero, results))
+        return results, pushing(moving)(list(primals), [tangents[i] for i in moving])
 
     outer.defjvp(rule, symbolic_zeros=True)
     return outer
