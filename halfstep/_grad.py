@@ -73,9 +73,12 @@ def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _contraction_dtype(wire: np.dtype | None, compute: np.dtype) -> np.dtype | None:
+def _contraction_dtype(
+    wire: np.dtype | None, compute: np.dtype, axes: Sequence[str]
+) -> np.dtype | None:
     """The dtype of weights' gradients, given the one in which they are to be summed."""
-    return wire if wire in (compute, np.dtype(np.float32)) else None
+    # Over named axes they are cast before they are summed, to whichever dtype.
+    return None if axes and wire not in (compute, np.dtype(np.float32)) else wire
 
 
 def _in_width(grad: jax.Array, param: jax.Array) -> jax.Array:
@@ -147,6 +150,7 @@ def filter_value_and_grad(
     axis_reduction: Reduction = "sum",
     reduce_dtype: DTypeLike | None = None,
     islands: bool = True,
+    params: int | Sequence[int] = 0,
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Like `eqx.filter_value_and_grad`, in mixed precision and with loss scaling.
 
@@ -185,6 +189,8 @@ def filter_value_and_grad(
             which those of weights come out of matrix products, so the one in which `jit` sums them
             over devices: by default float32 where the compute dtype is float16, else that dtype.
         islands: Whether float32 regions are computed again for the gradient instead of stored.
+        params: Which positional arguments hold parameters: the first, which is differentiated, and
+            others if there are frozen ones. They do not widen what they meet.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, finite, grads)`, where
@@ -229,6 +235,11 @@ def filter_value_and_grad(
         raise ValueError(f"`microbatches` is a whole number, 1 or more; got {microbatches}.")
     if carry is not None and not (has_aux and microbatches > 1):
         raise ValueError("`carry` goes with has_aux=True and microbatches > 1.")
+    if wire is not None and policy.mode == "inputs" and not axes:
+        raise ValueError(
+            "`reduce_dtype` has nothing to act on: there are no `axis_names`, and the policy "
+            f"{str(policy)!r} casts arguments only. Leave it out, or the ':inputs' of the policy."
+        )
     rules = (*policy.keep, *keep)
     # Nothing is rewritten in float32, or where the user wants arguments to be cast.
     rewrites = policy.mode == "autocast" and policy.compute.itemsize < 4
@@ -238,7 +249,8 @@ def filter_value_and_grad(
             func,
             policy.replace(keep=rules),
             islands=islands,
-            reduce_dtype=_contraction_dtype(wire, policy.compute),
+            params=params,
+            reduce_dtype=_contraction_dtype(wire, policy.compute, axes),
         )
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)

@@ -9,7 +9,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, Policy
-from tests._jaxprs import contractions
+from tests._jaxprs import contractions, equations
 
 COMPUTE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 policies = pytest.mark.parametrize("policy", COMPUTE)
@@ -123,6 +123,22 @@ class TestPrecision:
 
         assert {str(g.dtype) for g in jtu.tree_leaves(gradient(params, *data))} == {"float32"}
         assert set(contractions(gradient, params, *data)) == {COMPUTE[policy]}
+
+    def test_frozen_parameters(self):
+        """A bias that is not differentiated does not widen what it is added to."""
+
+        def loss(w, frozen, x):
+            return jnp.sum(jax.nn.relu(x @ w + frozen))
+
+        args = jnp.ones((4, 4)), jnp.ones((1, 4)), jnp.ones((2, 4))
+        for params, dtype in ((0, "float32"), ((0, 1), "bfloat16")):
+            gradient = halfstep.filter_grad(loss, policy="bf16", params=params)
+            found = [
+                str(equation.invars[0].aval.dtype)
+                for equation in equations(jax.make_jaxpr(lambda *a: gradient(*a)[2])(*args))  # noqa: B023
+                if equation.primitive.name == "max"
+            ]
+            assert set(found) == {dtype}
 
     @policies
     @pytest.mark.parametrize("mode", ["", ":inputs"])
@@ -309,6 +325,12 @@ class TestErrors:
     def test_loss_must_be_a_real_scalar(self, result, message):
         with pytest.raises(TypeError, match=message):
             halfstep.filter_grad(result)(jnp.ones(2))
+
+    def test_reduce_dtype_needs_something_to_reduce(self):
+        with pytest.raises(ValueError, match="`reduce_dtype` has nothing to act on"):
+            halfstep.filter_grad(jnp.sum, policy="bf16:inputs", reduce_dtype="f32")
+        with pytest.raises(ValueError, match="float32 or the compute dtype, bf16"):
+            halfstep.filter_grad(jnp.sum, policy="bf16", reduce_dtype="f16")
 
     def test_state_is_not_differentiated(self):
         _, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, "batch", mode="batch")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast._kinds import Kind
@@ -110,13 +111,16 @@ def rewritten(
         outputs = call.plan.graph.outputs
         results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs))
         avals = map(call.plan.graph.aval, outputs)
-        return call.rebuild([as_weak_as(*pair) for pair in zip(results, avals, strict=True)])
+        return call.rebuild([as_traced(*pair) for pair in zip(results, avals, strict=True)])
 
     return wrapped
 
 
-def as_weak_as(value: Any, aval: Any) -> Any:
-    """A result that yields to the dtypes of others where it would without autocast."""
+def as_traced(value: Any, aval: Any) -> Any:
+    """A result as it is without autocast: an array, which yields to others if it would there."""
+    if not isinstance(value, jax.Array):
+        # A number that is written into the program.
+        value = jnp.asarray(value, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
         return value
     return jax.lax.convert_element_type_p.bind(

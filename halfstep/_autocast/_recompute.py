@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
 
 from halfstep._autocast._calls import RECOMPUTED
 
@@ -52,14 +53,28 @@ def recomputed(func: Function, *, barred: bool) -> Function:
     return _barred(func) if barred else jax.checkpoint(func, prevent_cse=False)
 
 
+def _traced_once(func: Function) -> Function:
+    """The same function, which layers that are written out share without tracing it again."""
+    made: dict[Any, Any] = {}
+
+    def call(*values: Any) -> tuple[Any, ...]:
+        # Not by `jit`, which would compile it wherever the gradient is not itself compiled.
+        types = tuple(map(jax.typeof, values))
+        if types not in made:
+            made[types] = jaxpr_as_fun(jax.make_jaxpr(func)(*values))
+        return tuple(made[types](*values))
+
+    return call
+
+
 def _barred(func: Function) -> Function:
-    # Traced once, however often it is called: layers that are written out share it.
-    func = jax.jit(func, inline=True)
+    func = _traced_once(func)
 
     @jax.custom_jvp
     def outer(*values: Any) -> tuple[Any, ...]:
         return func(*values)
 
+    # Traced once, however often it is called: layers that are written out share it.
     @functools.cache
     def pushing(moving: tuple[int, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:

@@ -354,6 +354,19 @@ def test_weak_types_are_kept(policy: str):
     assert [(x.dtype, x.weak_type) for x in ours] == [(x.dtype, x.weak_type) for x in exact]
 
 
+def test_constant_results_are_arrays():
+    """Equinox keeps such a flag in the state of a BatchNorm."""
+
+    def func(w: Any) -> Any:
+        return jnp.sum(w), jnp.array(False), jnp.int32(3), jnp.float32(0.1), jnp.zeros(())
+
+    ours, exact = autocast(func)(W), func(W)
+    for got, right in zip(ours, exact, strict=True):
+        assert isinstance(got, jax.Array)
+        assert got.dtype == right.dtype
+        assert got == right
+
+
 # Inside of something else.
 
 
