@@ -17,7 +17,7 @@ import numpy as np
 
 from halfstep._autocast._graph import Constant, Graph
 from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import Rule
+from halfstep._autocast._table import TABLE, Rule
 from halfstep._autocast._types import Plan, held_dtype
 
 
@@ -236,14 +236,15 @@ def _before_calls(plan: Plan) -> set[int]:
 
 
 def _may_contract(plan: Plan, index: int) -> bool:
-    decision = plan.decisions[index]
-    return decision.barrier and (decision.rule is Rule.COMPUTE or decision.inner is not None)
+    # By its name: a contraction that the user has asked to run in float32 is one, too.
+    decision, name = plan.decisions[index], plan.graph.nodes[index].name
+    return decision.barrier and (TABLE.get(name) is Rule.COMPUTE or decision.inner is not None)
 
 
 def _is_cheap(plan: Plan, index: int) -> bool:
     """Whether an operation in the compute dtype makes what it need not store."""
     node, decision = plan.graph.nodes[index], plan.decisions[index]
-    if decision.barrier or decision.inner is not None or decision.outs != (Kind.LOW,):
+    if decision.barrier or decision.function is not None or decision.outs != (Kind.LOW,):
         return False
     whole = math.prod(plan.graph.avals[node.outs[0]].shape)
     if node.name == "broadcast_in_dim":

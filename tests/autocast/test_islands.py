@@ -211,6 +211,13 @@ def test_nothing_is_barred_after_the_last_contraction():
     assert barriers(low, "cuda") == barriers(low, "tpu") == 0
 
 
+def test_a_contraction_in_float32_is_one_too():
+    def func(x: Any) -> Any:
+        return jnp.sum(jnp.dot(jnp.tanh(x @ x), x, precision="highest"))
+
+    assert barriers(halfstep.autocast(func, "bf16"), "tpu") == 1
+
+
 def test_nothing_is_barred_in_a_loop():
     def func(x: Any) -> Any:
         return jnp.sum(jax.lax.scan(lambda c, _: (jnp.tanh(c @ x) @ x, None), x, length=3)[0])
