@@ -6,6 +6,7 @@ at `<!-- end of numbers -->`. Nobody writes a measured number into a page by han
 
 import argparse
 import json
+import math
 import pathlib
 import re
 import sys
@@ -287,7 +288,59 @@ def autocast(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-RENDERERS = (overhead, fashion_mnist, memory, autocast)
+def training(result: dict[str, Any]) -> str:
+    columns = {
+        "task": "task",
+        "policy": "policy",
+        "final_loss": "final loss",
+        "final": "to f32",
+        "held_out_loss": "held-out loss",
+        "held_out": "to f32",
+        "accuracy": "accuracy",
+    }
+    rows, scales = [], []
+    for row in result["results"]:
+        line = {"task": row["task"], "policy": f"`{row['policy']}`"}
+        for name in ("final", "held_out"):
+            line[f"{name}_loss"] = f"{row[f'{name}_loss']:.4f}"
+            line[name] = f"{row[f'{name}_percent']:+.3f} %" if row["policy"] != "f32" else ""
+        if "accuracy_percent" in row:
+            line["accuracy"] = f"{row['accuracy_percent']:.2f} %"
+        rows.append(line)
+        if row["policy"] == "f16":
+            skipped = ", ".join(str(count) for count in row["skipped"])
+            ends = ", ".join(f"2^{math.log2(scale):.0f}" for scale in row["loss_scales"])
+            scales.append(
+                f"The seeds of the {row['task']} skipped {skipped} steps, and their loss scale "
+                f"ended at {ends}."
+            )
+    seeds = len(result["results"][0]["skipped"])
+    ranges = [
+        value
+        for row in result["results"]
+        for name in ("final", "held_out")
+        for value in row[f"{name}_percent_of_seeds"]
+    ]
+    trained = " and ".join(
+        f"{about['steps']} steps of batch {about['batch']} ({task})"
+        for task, about in result["tasks"].items()
+    )
+    guesses = " and ".join(f"{about['guessing']:.2f}" for about in result["tasks"].values())
+    text = (
+        f"Means of {seeds} seeds after {trained}. The final loss is the mean of the last "
+        f"{100 * result['tail']:.0f} % of the steps. The best guess that does not look at its "
+        f"input has a loss of {guesses}. Of single seeds, the differences to float32 lie between "
+        f"{min(ranges):+.2f} and {max(ranges):+.2f} %."
+    )
+    scaled = (
+        "A step that float16 skips leaves it one update behind; the picture marks where. "
+        f"{' '.join(scales)}"
+    )
+    image = "![Loss of the three precisions, and the difference to float32](images/training.png)"
+    return f"{table(rows, columns)}\n\n{text}\n\n{scaled}\n\n{image}"
+
+
+RENDERERS = (overhead, fashion_mnist, memory, autocast, training)
 
 
 def render(page: str) -> str:

@@ -1,0 +1,111 @@
+"""One training run: a task in one precision, from one seed."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+from tqdm import tqdm
+
+import halfstep
+from benchmarks._tasks import Task
+
+
+class State(NamedTuple):
+    """What a step returns anew. `model` is its arrays only."""
+
+    model: Any
+    optimizer: Any
+    scaling: halfstep.AbstractLossScaling
+    ledger: halfstep.Ledger
+
+
+def gradients(task: Task, scaling: halfstep.AbstractLossScaling, policy: str) -> Callable[..., Any]:
+    """The gradient transform: the unmodified float32 loss goes in."""
+    return halfstep.filter_value_and_grad(task.loss, scaling, policy=policy)
+
+
+def scaling_of(policy: str) -> halfstep.AbstractLossScaling:
+    """Dynamic loss scaling for float16, none for the others."""
+    if policy != "f16":
+        return halfstep.NoLossScaling()
+    # The usual period is 2000 steps; a run this short would never see the scale grow.
+    return halfstep.DynamicLossScaling(period=100)
+
+
+def optimizer_of(task: Task) -> optax.GradientTransformation:
+    """AdamW behind a clip; the rate rises over a tenth of the steps and falls to nothing."""
+    schedule = task.schedule
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, schedule.learning_rate, schedule.steps // 10, schedule.steps
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
+
+
+class Trainer:
+    """A task in one precision, compiled once for all seeds."""
+
+    def __init__(self, task: Task, policy: str):
+        self.task, self.policy = task, policy
+        self.optimizer = optimizer_of(task)
+        self.static = eqx.partition(eqx.filter_eval_shape(task.init, jax.random.key(0)), _is_array)[
+            1
+        ]
+        self.chunk = jax.jit(self._chunk, donate_argnums=0)
+        self.test = jax.jit(self._test)
+
+    def _chunk(self, state: State, data: Any, places: Array) -> tuple[State, Array]:
+        def step(state: State, places: Array) -> tuple[State, Array]:
+            model = eqx.combine(state.model, self.static)
+            value, scaling, finite, grads = gradients(self.task, state.scaling, self.policy)(
+                model, *self.task.batch(data, places)
+            )
+            model, opt_state = halfstep.optimizer_update(
+                model, self.optimizer, state.optimizer, grads, finite
+            )
+            ledger = state.ledger.record(finite)
+            return State(eqx.filter(model, eqx.is_array), opt_state, scaling, ledger), value
+
+        return jax.lax.scan(step, state, places)
+
+    def _test(self, model: Any, data: Any, places: Array) -> dict[str, Array]:
+        model = eqx.combine(model, self.static)
+
+        def one(places: Array) -> dict[str, Array]:
+            batch = self.task.batch(data, places)
+            found = {"held_out_loss": self.task.loss(model, *batch)}
+            if self.task.correct is not None:
+                found["held_out_accuracy"] = self.task.correct(model, *batch)
+            return found
+
+        return jax.tree.map(jnp.mean, jax.lax.map(one, places))
+
+    def run(self, seed: int, bar: tqdm) -> dict[str, Any]:
+        """Train from a seed, which decides the initial parameters and the order of the data."""
+        task, schedule = self.task, self.task.schedule
+        model = eqx.filter(task.init(jax.random.key(seed)), eqx.is_array)
+        state = State(model, self.optimizer.init(model), scaling_of(self.policy), halfstep.Ledger())
+        shape = (schedule.steps // schedule.chunk, schedule.chunk, schedule.batch)
+        order = np.random.default_rng(seed).integers(task.places, size=shape)
+        losses = []
+        for places in order:
+            state, values = self.chunk(state, task.train, places)
+            losses.append(np.asarray(values))
+            bar.set_postfix_str(f"{self.policy}, seed {seed}: {losses[-1].mean():.3f}")
+            bar.update(schedule.chunk)
+        tested = self.test(state.model, task.held_out, task.tested)
+        return {
+            "losses": np.concatenate(losses),
+            "skipped": int(state.ledger.skipped),
+            "last_skipped": int(state.ledger.last_skipped),
+            "loss_scale": float(state.scaling.loss_scaling),
+            **{name: float(value) for name, value in tested.items()},
+        }
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

@@ -1,0 +1,231 @@
+"""Does training in 16 bits reach the loss that it reaches in float32? Two models, three seeds each.
+
+    python -m benchmarks.training --json FILE --plot PNG
+    python -m benchmarks.training --from FILE --plot PNG
+
+A vision transformer on Fashion-MNIST and a language model on the sources of Python's standard
+library are trained in float32, bfloat16, and float16 with dynamic loss scaling: from the same
+initial parameters and on the same batches, and the loss that is given to halfstep is the same
+float32 function. The exit status is 1 if a bar is missed. The loss is all this measures: on a CPU
+the time of a step says nothing about 16 bits. Needs `halfstep[examples]`.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TextIO
+
+# Before JAX is imported. XLA:CPU computes 16-bit arithmetic in float32 and would be free to leave
+# out the rounding in between, which would flatter the 16-bit formats.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_allow_excess_precision=false"]
+)
+
+import jax
+from tqdm import tqdm
+
+from benchmarks._report import parser, report, table
+from benchmarks._runs import Trainer
+from benchmarks._tasks import Schedule, Task, fashion_mnist, python_sources
+
+MODULE = "benchmarks.training"
+POLICIES = ("f32", "bf16", "f16")
+REFERENCE = "f32"
+BAR_PERCENT = 0.5
+"""How far a mean loss may lie below or above float32's."""
+LEARNED = 0.75
+"""What float32's held-out loss must be below, in parts of the loss of the best constant guess."""
+EVERY = 10
+"""Steps of which the mean loss is kept."""
+TAIL = 0.2
+"""The last part of the steps, whose mean is the final loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is trained, and from which seeds."""
+
+    tasks: Callable[[], Sequence[Task]]
+    seeds: tuple[int, ...]
+
+
+# At three times its learning rate, the language model ends elsewhere even in float32 if its initial
+# parameters change by one part in ten thousand: what 16 bits do could not be told from that.
+VIT = {"patch": 7, "width": 64, "hidden": 128, "heads": 4, "blocks": 4}
+GPT = {"tokens": 64, "width": 128, "layers": 4}
+FULL = Plan(
+    lambda: (
+        fashion_mnist(Schedule(steps=500, batch=64, learning_rate=1e-3), VIT),
+        python_sources(Schedule(steps=400, batch=12, learning_rate=1e-3), GPT, heads=4),
+    ),
+    seeds=(0, 1, 2),
+)
+QUICK = Plan(
+    lambda: (
+        fashion_mnist(
+            Schedule(steps=20, batch=4, learning_rate=1e-3, chunk=10),
+            {"patch": 14, "width": 8, "hidden": 8, "heads": 2, "blocks": 1},
+            tested=20,
+        ),
+        python_sources(
+            Schedule(steps=20, batch=2, learning_rate=1e-3, chunk=10),
+            {"tokens": 8, "width": 8, "layers": 1},
+            heads=2,
+            size=100_000,
+            tested=4,
+        ),
+    ),
+    seeds=(0,),
+)
+
+
+def train(tasks: Sequence[Task], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each task, policy and seed."""
+    total = len(POLICIES) * len(seeds) * sum(task.schedule.steps for task in tasks)
+    rows = []
+    with tqdm(total=total, unit="step", smoothing=0.02) as bar:
+        for task in tasks:
+            bar.set_description(task.name)
+            for policy in POLICIES:
+                trainer = Trainer(task, policy)
+                for seed in seeds:
+                    made = trainer.run(seed, bar)
+                    means = made.pop("losses").reshape(-1, EVERY).mean(axis=1)
+                    rows.append(
+                        {
+                            "task": task.name,
+                            "policy": policy,
+                            "seed": seed,
+                            **{name: rounded(value) for name, value in made.items()},
+                            "curve": [rounded(value) for value in means],
+                        }
+                    )
+    return rows
+
+
+def rounded(value: Any) -> Any:
+    """Six significant digits, more than a loss has to say; whole numbers, such as scales, stay."""
+    if isinstance(value, int) or float(value).is_integer():
+        return int(value)
+    return float(f"{value:.6g}")
+
+
+def final(run: Mapping[str, Any]) -> float:
+    """The mean loss of the last part of a run."""
+    return statistics.fmean(run["curve"][-max(1, round(TAIL * len(run["curve"]))) :])
+
+
+LOSSES: Mapping[str, Callable[[Mapping[str, Any]], float]] = MappingProxyType(
+    {"final": final, "held_out": lambda run: run["held_out_loss"]}
+)
+"""The losses that are compared."""
+
+
+def summarize(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """Means over the seeds, their differences to float32, and whether the bars are met."""
+    results, bars = [], {}
+    for task, about in tasks.items():
+        mine = [run for run in runs if run["task"] == task]
+        reference = {run["seed"]: run for run in mine if run["policy"] == REFERENCE}
+        for policy in POLICIES:
+            group = [run for run in mine if run["policy"] == policy]
+            row: dict[str, Any] = {"task": task, "policy": policy}
+            for name, loss in LOSSES.items():
+                mean = statistics.fmean(map(loss, group))
+                base = statistics.fmean(map(loss, reference.values()))
+                row[f"{name}_loss"] = rounded(mean)
+                row[f"{name}_percent"] = rounded(100 * (mean / base - 1))
+                row[f"{name}_percent_of_seeds"] = [
+                    rounded(100 * (loss(run) / loss(reference[run["seed"]]) - 1)) for run in group
+                ]
+                if policy != REFERENCE:
+                    what = f"{task}, {policy}, {name.replace('_', '-')} loss"
+                    bars[f"{what}: within {BAR_PERCENT} % of {REFERENCE}"] = (
+                        abs(row[f"{name}_percent"]) <= BAR_PERCENT
+                    )
+            if all("held_out_accuracy" in run for run in group):
+                accuracies = [100 * run["held_out_accuracy"] for run in group]
+                row["accuracy_percent"] = round(statistics.fmean(accuracies), 2)
+            row["skipped"] = [run["skipped"] for run in group]
+            row["loss_scales"] = [run["loss_scale"] for run in group]
+            results.append(row)
+        learned = next(row for row in results if row["task"] == task)["held_out_loss"]
+        bars[f"{task}: {REFERENCE} learns"] = learned <= LEARNED * about["guessing"]
+    return {"results": results, "bars": bars, "passed": all(bars.values())}
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Train every run and report on all."""
+    tasks = plan.tasks()
+    runs = train(tasks, plan.seeds)
+    about = {task.name: {**task.about, **dataclasses.asdict(task.schedule)} for task in tasks}
+    results = {
+        "backend": jax.default_backend(),
+        "xla_flags": os.environ["XLA_FLAGS"].strip(),
+        "tasks": about,
+        "bar_percent": BAR_PERCENT,
+        "every": EVERY,
+        "tail": TAIL,
+        **summarize(runs, about),
+        "runs": runs,
+    }
+    return report(MODULE, results, packages=("numpy",))
+
+
+def to_json(made: Mapping[str, Any]) -> str:
+    """JSON with one line for each list of numbers."""
+    text = json.dumps(made, indent=2)
+    return re.sub(r"\[([^\[\]{}]*)\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+
+
+def show(made: Mapping[str, Any], file: TextIO) -> None:
+    """The figures, for people."""
+    columns = {
+        "task": "task",
+        "policy": "policy",
+        "final_loss": "loss",
+        "final_percent": "% to f32",
+        "held_out_loss": "held out",
+        "held_out_percent": "% to f32",
+        "accuracy_percent": "accuracy %",
+        "skipped": "skipped",
+        "loss_scales": "scales",
+    }
+    print(table(made["results"], columns), file=file)
+    for bar, met in made["bars"].items():
+        print(f"{'met   ' if met else 'MISSED'}  {bar}", file=file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(MODULE, "The loss of two models in float32, bfloat16 and float16.")
+    options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the curves")
+    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
+    options.add_argument("--quick", action="store_true", help="tiny models, twenty steps, one seed")
+    parsed = options.parse_args(argv)
+    if parsed.source:
+        made = json.loads(pathlib.Path(parsed.source).read_text())
+    else:
+        made = measure(QUICK if parsed.quick else FULL)
+    if parsed.json == "-":
+        print(to_json(made))
+    elif parsed.json:
+        path = pathlib.Path(parsed.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_json(made) + "\n")
+    if parsed.plot:
+        from benchmarks._curves import plot
+
+        plot(made, parsed.plot)
+    show(made, sys.stderr if parsed.json == "-" else sys.stdout)
+    # Twenty steps decide nothing.
+    return 0 if made["passed"] or parsed.quick else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
