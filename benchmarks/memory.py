@@ -41,7 +41,7 @@ ON_GPU = (
     "halfstep, f16",
 )
 # A TPU computes in bfloat16; float16 is converted there.
-ON_TPU = ("f32", "by hand, bf16", "mpx, bf16", "halfstep, bf16")
+ON_TPU = ("f32", "by hand, bf16", "halfstep, bf16")
 SEARCHED = ("f32", "mpx, f16", "halfstep, bf16", "halfstep, f16")
 """Steps whose largest batch is looked for."""
 STRIDE = 32
@@ -104,8 +104,6 @@ FULL = Plan(
         Runs(GPT_REMAT, "v5e", (8,), ON_TPU, None),
         Runs(DESKTOP, "v5p", (256,), ON_TPU, None),
         Runs(BASE, "v5p", (128,), ON_TPU, None),
-        Runs(GPT, "v5p", (8,), ON_TPU, None),
-        Runs(GPT_REMAT, "v5p", (8,), ON_TPU, None),
     ),
     Search(DESKTOP, "rtx4070", "library", maximum=2**20),
 )

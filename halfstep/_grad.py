@@ -150,7 +150,7 @@ def filter_value_and_grad(
     axis_reduction: Reduction = "sum",
     reduce_dtype: DTypeLike | None = None,
     islands: bool = True,
-    params: int | Sequence[int] = 0,
+    params: int | str | Sequence[int | str] = 0,
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Like `eqx.filter_value_and_grad`, in mixed precision and with loss scaling.
 
@@ -189,8 +189,8 @@ def filter_value_and_grad(
             which those of weights come out of matrix products, so the one in which `jit` sums them
             over devices: by default float32 where the compute dtype is float16, else that dtype.
         islands: Whether float32 regions are computed again for the gradient instead of stored.
-        params: Which positional arguments hold parameters: the first, which is differentiated, and
-            others if there are frozen ones. They do not widen what they meet.
+        params: Which arguments hold parameters, by position or name: the first, which is
+            differentiated, and others if there are frozen ones. They do not widen what they meet.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, finite, grads)`, where

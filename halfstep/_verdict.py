@@ -102,7 +102,8 @@ class Verdict(eqx.Module):
 
 
         params = {"b": jnp.ones(2), "w": jnp.ones(2)}
-        gradient = halfstep.filter_grad(loss, halfstep.DynamicLossScaling(), policy="f16")
+        scaling = halfstep.DynamicLossScaling()
+        gradient = halfstep.filter_grad(loss, scaling, policy="f16:inputs")
         _, finite, _ = gradient(params, jnp.array([1.0, 3.0]))  # 3 * 2**15 is above 65504
         assert not finite
         assert finite.where(params) == "w"

@@ -47,7 +47,7 @@ def test_limit_says_what_to_look_at():
     def run(x, steps):
         ledger, scaling = Ledger(limit=3), DynamicLossScaling()
         for _ in range(steps):
-            scaling, finite, _ = halfstep.filter_grad(loss, scaling, policy="f16")(params, x)
+            scaling, finite, _ = halfstep.filter_grad(loss, scaling, policy="f16:inputs")(params, x)
             ledger = ledger.record(finite)
         return ledger, scaling
 

@@ -136,9 +136,8 @@ def loss_fn(model: Any, x: Any) -> Any:
 
 def step(state: Any, x: Any) -> tuple[Any, dict[str, Any]]:
     model, optimizer_state, scaling, ledger = state
-    loss, scaling, finite, grads = halfstep.filter_value_and_grad(loss_fn, scaling, policy="f16")(
-        model, x
-    )
+    gradient = halfstep.filter_value_and_grad(loss_fn, scaling, policy="f16:inputs")
+    loss, scaling, finite, grads = gradient(model, x)
 
     def commit(state):
         return halfstep.apply_gradients(state[0], OPTIMIZER, state[1], grads)

@@ -26,7 +26,7 @@ def data(a=1.0, w=1.0):
 
 @pytest.mark.parametrize("scaling", [DynamicLossScaling(), StaticLossScaling(2.0**15)])
 def test_names_the_first_leaf_and_the_reason(scaling):
-    gradient = eqx.filter_jit(halfstep.filter_grad(loss, scaling, policy="f16"))
+    gradient = eqx.filter_jit(halfstep.filter_grad(loss, scaling, policy="f16:inputs"))
     _, good, grads = gradient(PARAMS, data())
     assert good
     assert good.where(grads) is None
@@ -117,7 +117,7 @@ def test_a_gradient_that_only_unscaling_makes_infinite():
 def test_a_gradient_that_only_its_parameters_format_makes_infinite():
     """bfloat16 holds 1e6; the float16 parameter it belongs to does not."""
     _, finite, grads = halfstep.filter_grad(
-        lambda w: jnp.sum(w * jnp.asarray(1e6, w.dtype)), policy="bf16", check_finite=True
+        lambda w: jnp.sum(w * jnp.asarray(1e6, w.dtype)), policy="bf16:inputs", check_finite=True
     )(jnp.ones(2, jnp.float16))
     assert grads.dtype == jnp.float16
     assert not finite

@@ -21,7 +21,7 @@ def autocast(
     func: Callable[..., Any],
     policy: Policy | str = "bf16",
     *,
-    params: int | Sequence[int] = 0,
+    params: int | str | Sequence[int | str] = 0,
     islands: bool = True,
     reduce_dtype: DTypeLike | None = None,
 ) -> Callable[..., Any]:
@@ -42,10 +42,10 @@ def autocast(
         func: Any function that can be traced.
         policy: A `Policy` or its text: its compute dtype, its rules for operations, and the
             arguments that it keeps, which begin with the function's parameter names.
-        params: Which positional arguments hold parameters. Their floating-point arrays are used in
-            the compute dtype where they meet activations, and are cast at that place, so that their
-            gradients add up in float32. All other arguments (targets, positions) stay as they are
-            until they enter a contraction.
+        params: Which arguments hold parameters, by position or name. Their floating-point arrays
+            are used in the compute dtype where they meet activations, and are cast at that place,
+            so that their gradients add up in float32. All other arguments (targets, positions) stay
+            as they are until they enter a contraction.
         islands: Whether float32 regions are computed again instead of stored.
         reduce_dtype: The dtype in which the gradients of parameters come out of contractions, so
             also the one in which they are summed over devices if the batch is sharded under `jit`.
@@ -79,15 +79,15 @@ def autocast(
     """
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
-    numbers = {params} if isinstance(params, int) else set(params)
-    return rewritten(func, settings, params=numbers, keep=policy.keep)
+    which = {params} if isinstance(params, int | str) else set(params)
+    return rewritten(func, settings, params=which, keep=policy.keep)
 
 
 def rewritten(
     func: Callable[..., Any],
     settings: Settings,
     *,
-    params: Collection[int],
+    params: Collection[int | str],
     keep: Sequence[str] = (),
     every_rule: bool = True,
 ) -> Callable[..., Any]:
@@ -96,7 +96,7 @@ def rewritten(
     Args:
         func: Any function that can be traced.
         settings: What is asked for.
-        params: Which positional arguments hold parameters.
+        params: Which arguments hold parameters, by position or name.
         keep: Path rules for arguments that stay in float32.
         every_rule: Whether a rule that is for nothing in the function is an error.
     """

@@ -36,7 +36,7 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    params: Collection[int],
+    params: Collection[int | str],
     keep: Sequence[str],
 ) -> Traced:
     """Trace a function on the arrays of its arguments; what is no array is part of it.
@@ -46,7 +46,7 @@ def trace(
         settings: What is asked for.
         args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: The same, by name.
-        params: Which positional arguments hold parameters.
+        params: Which arguments hold parameters, by position or name.
         keep: Path rules for arguments that stay in float32.
     """
     call = Arguments(func, args, kwargs)
@@ -67,7 +67,11 @@ def trace(
         return [leaf for leaf, keep in zip(results, traced, strict=True) if keep]
 
     graph = graph_of(jax.make_jaxpr(flat)(*arrays))
-    parameters = {number for number in params if number < len(args)}
+    parameters = {
+        call.names.index(which) if isinstance(which, str) else which
+        for which in params
+        if (which in call.names if isinstance(which, str) else which < len(args))
+    }
     kinds = [
         _kind(leaf, kept, owner in parameters)
         for leaf, kept, owner, keep in zip(

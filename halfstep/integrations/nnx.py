@@ -62,6 +62,10 @@ def _filled(state: Any, values: Any) -> Any:
     return nnx.from_flat_state(nodes)
 
 
+def _listed(params: Any) -> Sequence[Any]:
+    return (params,) if isinstance(params, int | str) else tuple(params)
+
+
 def _unused(name: str, taken: Sequence[str]) -> str:
     while name in taken:
         name += "_"
@@ -259,7 +263,7 @@ def value_and_grad(
             has_aux=True,
             microbatches=microbatches,
             carry=state_name if microbatches > 1 else None,
-            **options,
+            **{**options, "params": (0, frozen_name, *_listed(options.get("params", ())))},
         )
         state = {state_name: _Kept(call.kept), frozen_name: call.frozen}
         # As plain values: whatever `wrt` selects is a parameter, though its type be state.

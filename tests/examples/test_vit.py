@@ -12,6 +12,7 @@ import pytest
 import halfstep
 from examples._vit import PRESETS, ViT, patches
 from examples.vit_fashion_mnist import loss
+from tests._jaxprs import contractions
 
 SIZES: dict[str, int] = {"patch": 4, "width": 16, "hidden": 32, "heads": 2, "blocks": 2}
 
@@ -81,7 +82,15 @@ def test_a_policy_reaches_every_contraction(policy: str, dtype: str):
     assert all(types == {dtype} for types in found)
 
 
-def test_the_loss_is_float32_whatever_the_model_is():
-    images, labels = jnp.zeros((2, 8, 8, 3), jnp.float16), jnp.zeros(2, jnp.int32)
-    value = eqx.filter_eval_shape(loss, halfstep.cast_to_float16(small()), images, labels)
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_the_loss_is_float32_and_its_products_are_not(policy: str):
+    images, labels = jnp.zeros((2, 8, 8, 3), jnp.uint8), jnp.zeros(2, jnp.int32)
+    params, static = eqx.partition(small(), eqx.is_array)
+
+    def low(params, images, labels):
+        return halfstep.autocast(loss, policy)(eqx.combine(params, static), images, labels)
+
+    value = jax.eval_shape(low, params, images, labels)
     assert value == jax.ShapeDtypeStruct((), jnp.float32)
+    dtype = str(halfstep.FORMATS[policy].dtype)
+    assert set(contractions(low, params, images, labels)) == {dtype}

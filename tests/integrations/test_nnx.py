@@ -77,7 +77,9 @@ def test_parameters_and_inputs_are_cast_and_state_is_not(policy: str):
 
     model = make()
     key_dtype = model.dropout.rngs.key.dtype
-    gradient = mixed.value_and_grad(look, halfstep.StaticLossScaling(8.0), policy=policy)
+    gradient = mixed.value_and_grad(
+        look, halfstep.StaticLossScaling(8.0), policy=f"{policy}:inputs"
+    )
     value, _, _, grads = gradient(model, batch(), weight=jnp.float32(1))
     low = halfstep.Policy.parse(policy).compute
     assert seen == {"kernel": low, "mean": jnp.float32, "x": low, "weight": low, "key": key_dtype}
@@ -241,7 +243,8 @@ def test_frozen_parameters_are_cast_and_left_alone():
         return loss(model, x)
 
     wrt = nnx.All(nnx.Param, nnx.PathContains("head"))
-    _, _, _, grads = mixed.value_and_grad(look, policy="bf16", wrt=wrt)(model, batch())
+    gradient = mixed.value_and_grad(look, policy="bf16:inputs", wrt=wrt)
+    _, _, _, grads = gradient(model, batch())
     assert list(grads) == ["head"]
     assert seen[0] == jnp.bfloat16
     assert bits(model, nnx.Param) == before
@@ -259,7 +262,8 @@ def test_keep_addresses_parameters_by_the_functions_names():
         seen.update(scale=network.norm.scale.dtype, kernel=network.dense.kernel.dtype, x=x.dtype)
         return loss(network, x)
 
-    gradient = mixed.value_and_grad(look, policy="bf16", keep=("network/norm", "x"))
+    rules = ("network/norm", "x")
+    gradient = mixed.value_and_grad(look, policy="bf16:inputs", keep=rules)
     gradient(make(), batch())
     assert seen == {"scale": jnp.float32, "kernel": jnp.bfloat16, "x": jnp.float32}
     with pytest.raises(ValueError, match="'network/nrom' in `keep` selects nothing"):
