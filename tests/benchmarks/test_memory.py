@@ -220,12 +220,12 @@ def test_json_and_table(tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "out.json").read_text())
     check(written, memory.QUICK)
     assert written["command"] == "python -m benchmarks.memory --quick --json out.json"
-    on_gpu = [1, 1.125, 1.286, 1.8, 2.25, 3]
-    assert [row["peak_ratio"] for row in written["rows"]] == [*on_gpu, 1, 2.25]
+    on_gpu = [1, 1.125, 1.286, 1.5, 1.8, 2.25]
+    assert [row["peak_ratio"] for row in written["rows"]] == [*on_gpu, 1, 1.8]
     # Of 9 MiB one is arguments, so that 5 is the floor.
     assert {row["floor_bytes"] for row in written["rows"]} == {5 * 2**20}
     shown = capsys.readouterr().out
-    assert "| halfstep, f16         | 3        | 3.0   | 0.6 " in shown
+    assert "| halfstep, f16         | 4        | 2.25  | 0.8 " in shown
     assert "| 2.00         | 1.0 " in shown
     assert "largest batch of the one block on h100, mpx, f16: 32" in shown
     monkeypatch.setattr(halfstep, "preflight", None)
