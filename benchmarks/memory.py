@@ -253,6 +253,7 @@ def measure(plan: Plan, only: Sequence[str] = ()) -> dict[str, Any]:
             "optimizer": "adamw",
             "donated": "parameters, optimizer state and loss scaling",
             "reference": REFERENCE,
+            "only": list(only),
             "rows": rows,
             "largest_batch": [] if only else search_rows(plan.search),
         },

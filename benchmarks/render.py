@@ -97,13 +97,18 @@ def memory(result: dict[str, Any]) -> str:
         "peak": "peak MiB",
         "again": "instructions computed twice",
     }
-    largest = result["largest_batch"][0]
-    usable = f"{largest['usable_bytes'] / 2**20:,.0f} MiB"
+    fits, said = {}, ""
+    if found:
+        usable = f"{result['largest_batch'][0]['usable_bytes'] / 2**20:,.0f} MiB"
+        fits = {"fits": "fits on RTX 4070"}
+        said = (
+            " The last column says which steps fit on an RTX 4070, of whose memory JAX takes "
+            f"{usable} by default; it is of the programs compiled for that card, where there are "
+            "such."
+        )
     parts = [
-        "Peak memory in MiB, compiled for an H100. The last column says which steps fit on an RTX "
-        f"4070, of whose memory JAX takes {usable} by default; it is of the programs compiled for "
-        "that card, where there are such.",
-        table(peak, _columns(peak, on_gpu, {"fits": "fits on RTX 4070"})),
+        f"Peak memory in MiB, compiled for an H100.{said}",
+        table(peak, _columns(peak, on_gpu, fits)),
         "Memory traffic of a step in GiB, compiled for an H100.",
         _table(on_gpu, "traffic", ("h100",)),
         _makers(result["rows"]),
@@ -122,11 +127,13 @@ def memory(result: dict[str, Any]) -> str:
             "loop as often as it turns.",
             _table(on_tpu, "traffic", targets),
         ]
-    parts += [
-        f"The largest batch of the {largest['model']} on an RTX 4070, in multiples of 32:",
-        table(found, largest_columns),
-        "![Peak memory and traffic of each step over the batch](images/memory.png)",
-    ]
+    if found:
+        model = result["largest_batch"][0]["model"]
+        parts += [
+            f"The largest batch of the {model} on an RTX 4070, in multiples of 32:",
+            table(found, largest_columns),
+        ]
+    parts.append("![Peak memory and traffic of each step over the batch](images/memory.png)")
     return "\n\n".join(parts)
 
 
@@ -220,11 +227,14 @@ def _makers(rows: list[dict[str, Any]]) -> str:
             key = (row["model"], row["batch"], row["step"])
             peaks.setdefault(key, []).append(row["peak_bytes"])
     apart = max(max(pair) / min(pair) - 1 for pair in peaks.values())
+    if any(len(pair) > 1 for pair in peaks.values()):
+        said += (
+            " The cards get programs of their own: of one step at one batch, where neither "
+            f"recomputes anything, the peaks are up to {100 * apart:.0f} % apart."
+        )
     return (
         "In both tables matrix products are cuBLAS's. With XLA's own, made by Triton, the desktop "
-        f"ViT at batch {batch} has a peak (and GiB of traffic) of {shown}.{said} The cards get "
-        "programs of their own: of one step at one batch, where neither recomputes anything, the "
-        f"peaks are up to {100 * apart:.0f} % apart."
+        f"ViT at batch {batch} has a peak (and GiB of traffic) of {shown}.{said}"
     )
 
 
