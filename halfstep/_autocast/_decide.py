@@ -11,7 +11,7 @@ import numpy as np
 from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._graph import Graph, Node, is_scalar_literal
 from halfstep._autocast._kinds import Kind, is_subject, join
-from halfstep._autocast._table import COLLECTIVES, TABLE, Rule
+from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Planner, Settings, held_dtype
 from halfstep._jaxprs import jaxprs_in
 from halfstep._keep import KEEP_SCOPE
@@ -44,7 +44,7 @@ def decide(
     if nested:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
-    if TABLE.get(node.name) is Rule.COMPUTE:
+    if node.name in CONTRACTIONS:
         return _contraction(node, graph, kinds, settings, rule, make)
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)
@@ -116,7 +116,7 @@ def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | Non
     ]
     operation = Operation(node.name, scope, node.params, tuple(shapes[0]), tuple(shapes[1]))
     for rule in settings.rules:
-        concerned = rule.outcome != "accumulate" or TABLE.get(node.name) is Rule.COMPUTE
+        concerned = rule.outcome != "accumulate" or node.name in CONTRACTIONS
         if concerned and rule.matches(operation):
             return rule
     return None
@@ -163,7 +163,7 @@ def _by_function(
             made.append(Kind.OTHER)
         else:
             made.append(Kind.LOW if out.dtype == compute else Kind.WIDE)
-    barrier = node.effects or TABLE.get(node.name) is Rule.COMPUTE or node.name in COLLECTIVES
+    barrier = node.effects or node.name in CONTRACTIONS or node.name in COLLECTIVES
     return Decision(Rule.AS_TRACED, FLOAT32, tuple(made), barrier, by=by, function=function)
 
 

@@ -63,7 +63,7 @@ def _run_custom_jvp(
         nonzero = iter(results[count:])
         out = tuple(results[:count])
         return out, tuple(
-            _zero_tangent(value) if zero else next(nonzero)
+            zero_tangent(value) if zero else next(nonzero)
             for value, zero in zip(out, out_zeros, strict=True)
         )
 
@@ -81,7 +81,8 @@ def _instantiated(tangent: Any, primal: Any) -> Any:
     return jnp.zeros_like(primal, dtype=aval.dtype)
 
 
-def _zero_tangent(value: Any) -> Any:
+def zero_tangent(value: Any) -> Any:
+    """The tangent of a value that does not move, as an array."""
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return jnp.zeros_like(value)
     return np.zeros(value.shape, jax.dtypes.float0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,6 +77,11 @@ class Graph:
                 if not isinstance(operand, Constant):
                     found[operand].add(index)
         return tuple(map(frozenset, found))
+
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """The values that the function returns."""
+        return frozenset(o for o in self.outputs if not isinstance(o, Constant))
 
     def aval(self, operand: Operand) -> Any:
         """Shape and dtype of an operand, as traced."""
@@ -181,6 +187,11 @@ class _Builder:
         ]
         # A call that says where its values lie is left as it is.
         return all(map(is_unspecified, shardings))
+
+
+def size(aval: Any) -> int:
+    """How many elements a value has."""
+    return math.prod(getattr(aval, "shape", ()))
 
 
 def is_scalar_literal(operand: Operand) -> bool:

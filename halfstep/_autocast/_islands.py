@@ -9,15 +9,14 @@ inside of an island; neither is anything with an effect, a loop, or a call.
 
 import dataclasses
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Graph
+from halfstep._autocast._graph import Constant, size
 from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import TABLE, Rule
+from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import Plan, held_dtype
 
 
@@ -72,7 +71,7 @@ def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> l
     needs: list[set[int]] = [set() for _ in units]
     for index, node in enumerate(plan.graph.nodes):
         for operand in node.ins:
-            made_by = None if isinstance(operand, Constant) else plan.producer[operand]
+            made_by = plan.maker(operand)
             if made_by is not None and unit_of[made_by] != unit_of[index]:
                 needs[unit_of[index]].add(unit_of[made_by])
     users: dict[int, list[int]] = defaultdict(list)
@@ -107,10 +106,10 @@ def _groups(plan: Plan) -> list[tuple[int, ...]]:
         merged = _Union(indices)
         for index in sorted(wide):
             for operand in nodes[index].ins:
-                made_by = None if isinstance(operand, Constant) else plan.producer[operand]
-                if made_by is None or isinstance(operand, Constant):
+                if isinstance(operand, Constant):
                     continue
-                if made_by in wide and plan.kinds[operand] is Kind.WIDE:
+                made_by = plan.producer[operand]
+                if made_by is not None and made_by in wide and plan.kinds[operand] is Kind.WIDE:
                     merged.join(made_by, index)
         groups += _closed(plan, indices, wide, merged)
     return groups
@@ -142,11 +141,7 @@ def _closed(
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {index: [] for index in indices}
     for index in indices:
-        made = {
-            plan.producer[operand]
-            for operand in plan.graph.nodes[index].ins
-            if not isinstance(operand, Constant)
-        }
+        made = set(map(plan.maker, plan.graph.nodes[index].ins))
         before[index] = sorted(other for other in made if other in inside and other is not None)
         for other in before[index]:
             after[other].append(index)
@@ -208,7 +203,7 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
     waiting = list(group)
     while waiting:
         for operand in graph.nodes[waiting.pop()].ins:
-            index = None if isinstance(operand, Constant) else plan.producer[operand]
+            index = plan.maker(operand)
             if index is None or index in chosen or index in found:
                 continue
             if plan.levels[index] == plan.levels[group[0]] and _is_cheap(plan, index):
@@ -238,7 +233,7 @@ def _before_calls(plan: Plan) -> set[int]:
 def _may_contract(plan: Plan, index: int) -> bool:
     # By its name: a contraction that the user has asked to run in float32 is one, too.
     decision, name = plan.decisions[index], plan.graph.nodes[index].name
-    return decision.barrier and (TABLE.get(name) is Rule.COMPUTE or decision.inner is not None)
+    return decision.barrier and (name in CONTRACTIONS or decision.inner is not None)
 
 
 def _is_cheap(plan: Plan, index: int) -> bool:
@@ -246,28 +241,26 @@ def _is_cheap(plan: Plan, index: int) -> bool:
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     if decision.barrier or decision.function is not None or decision.outs != (Kind.LOW,):
         return False
-    whole = math.prod(plan.graph.avals[node.outs[0]].shape)
+    graph = plan.graph
+    whole = size(graph.avals[node.outs[0]])
     if node.name == "broadcast_in_dim":
-        return all(size(plan.graph, operand) < whole for operand in node.ins)
+        return all(size(graph.aval(operand)) < whole for operand in node.ins)
     if node.name != "sub":
         return False
-    return any(size(plan.graph, o) < whole or _is_spread(plan, o) for o in node.ins)
+    return any(size(graph.aval(o)) < whole or _is_spread(plan, o) for o in node.ins)
 
 
 def _is_spread(plan: Plan, operand: int | Constant) -> bool:
-    made_by = None if isinstance(operand, Constant) else plan.producer[operand]
+    made_by = plan.maker(operand)
     return made_by is not None and plan.graph.nodes[made_by].name == "broadcast_in_dim"
 
 
-def size(graph: Graph, operand: int | Constant) -> int:
-    """How many elements an operand has."""
-    return math.prod(getattr(graph.aval(operand), "shape", ()))
-
-
 def _is_used_only_in(plan: Plan, index: int, inside: set[int]) -> bool:
-    outs = plan.graph.nodes[index].outs
-    returned = {o for o in plan.graph.outputs if not isinstance(o, Constant)}
-    return all(plan.graph.users[number] <= inside and number not in returned for number in outs)
+    graph = plan.graph
+    return all(
+        graph.users[number] <= inside and number not in graph.returned
+        for number in graph.nodes[index].outs
+    )
 
 
 def _island(

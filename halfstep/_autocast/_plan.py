@@ -1,11 +1,9 @@
 """Decide, before anything runs, in which precision every operation of a function runs."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from halfstep._autocast._decide import decide
-from halfstep._autocast._graph import Constant, Graph, is_traced
+from halfstep._autocast._graph import Constant, Graph, is_traced, size
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._types import Plan, Settings, seen_kind
 
@@ -23,11 +21,6 @@ class _State:
         self.producer: list[int | None] = [None] * count
         self.levels: list[int] = []
         self.rounded: set[int] = set()
-
-
-def size(aval: Any) -> int:
-    """How many elements a value has."""
-    return math.prod(getattr(aval, "shape", ()))
 
 
 def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 from halfstep._autocast._calls import RECOMPUTED
+from halfstep._autocast._derivatives import zero_tangent
 
 
 class Place(enum.Enum):
@@ -96,7 +95,7 @@ def _barred(func: Function) -> Function:
         moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))
         results = outer(*primals)
         if not moving:
-            return results, tuple(map(_zero, results))
+            return results, tuple(map(zero_tangent, results))
         return results, pushing(moving)(list(primals), [tangents[i] for i in moving])
 
     outer.defjvp(rule, symbolic_zeros=True)
@@ -118,9 +117,3 @@ def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
     for i, value in zip(moving, made, strict=True):
         out[i] = value
     return tuple(out)
-
-
-def _zero(value: Any) -> Any:
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.zeros_like(value)
-    return np.zeros(value.shape, jax.dtypes.float0)

@@ -19,8 +19,8 @@ from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
-from halfstep._autocast._table import TABLE, Rule
-from halfstep._autocast._types import FLOAT32, Decision, Plan, held_dtype
+from halfstep._autocast._table import CONTRACTIONS, Rule
+from halfstep._autocast._types import FLOAT32, Plan, held_dtype
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
@@ -84,12 +84,7 @@ def _run_node(env: _Environment, index: int) -> None:
     node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
     operands = [_operand(env, operand, index) for operand in node.ins]
     with _in_scope(node):
-        if node.name in _calls.RECOMPUTED and decision.inner is not None:
-            inside = functools.partial(run, place=env.place.within(node.name))
-            func = _calls.recomputed(node, decision, inside)
-            results = env.shared.setdefault(signature(env.plan, index), func)(*operands)
-        else:
-            results = _bind(node, decision, operands, env)
+        results = _bind(env, index, operands)
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
         if dtype is not None and result.dtype != dtype:
@@ -134,18 +129,20 @@ def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
     return not isinstance(operand, Constant) and own != shape
 
 
-def _bind(
-    node: Node, decision: Decision, operands: Sequence[Any], env: _Environment
-) -> Iterable[Any]:
+def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]:
     """Run one operation."""
     plan = env.plan
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
     if decision.inner is not None:
         inside = functools.partial(run, place=env.place.within(node.name))
+        if node.name in _calls.RECOMPUTED:
+            func = _calls.recomputed(node, decision, inside)
+            return env.shared.setdefault(signature(plan, index), func)(*operands)
         return _RUNNERS[node.name](node, decision, operands, plan.settings, inside)
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
-    if decision.rule is Rule.COMPUTE and _is_contraction(node):
+    if decision.rule is Rule.COMPUTE and node.name in CONTRACTIONS:
         wide = [operand.dtype == FLOAT32 for operand in operands[:2]]
         out = FLOAT32 if Kind.WIDE in decision.outs else decision.dtype
         if any(wide) or out == FLOAT32:
@@ -160,15 +157,11 @@ def _bind(
     return results if node.primitive.multiple_results else [results]
 
 
-def _is_contraction(node: Node) -> bool:
-    return TABLE.get(node.name) is Rule.COMPUTE
-
-
 def _has_own_gradients(plan: Plan, index: int) -> bool:
     """Whether a contraction makes the gradients of parameters in a dtype of their own."""
     reduce = plan.settings.reduce
     wider = reduce is not None and reduce != plan.settings.compute
-    return wider and _is_contraction(plan.graph.nodes[index])
+    return wider and plan.graph.nodes[index].name in CONTRACTIONS
 
 
 def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -111,6 +111,9 @@ _ROWS = (
 TABLE = MappingProxyType({name: rule for rule, _, names in _ROWS for name in names})
 """The rule of every known primitive."""
 
+CONTRACTIONS = frozenset(name for name, rule in TABLE.items() if rule is Rule.COMPUTE)
+"""The names of dots and convolutions."""
+
 GROUPS = tuple((rule, why, names) for rule, why, names in _ROWS)
 """The same, as it is shown in the documentation."""
 

@@ -66,6 +66,10 @@ class Plan:
         """Whether anything in it must not be recomputed."""
         return any(decision.barrier for decision in self.decisions)
 
+    def maker(self, operand: Operand) -> int | None:
+        """The operation that makes a value, if one of the plan does."""
+        return None if isinstance(operand, Constant) else self.producer[operand]
+
     def seen(self, operand: Operand, level: int) -> Kind:
         """The kind of an operand for an operation of a level."""
         return seen_kind(self, operand, level)

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Node
+from halfstep._autocast._graph import Constant, Node, is_scalar_literal
 from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import Rule
+from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import FLOAT32
 from halfstep._explain._finding import ExplainFinding
-from halfstep._explain._flops import CONTRACTIONS
 from halfstep._explain._reasons import not_lowered
 from halfstep._explain._walk import Step
 from halfstep._jaxprs import equations, jaxprs_in
@@ -109,7 +108,7 @@ def _factor(step: Step) -> float | None:
     if step.entry.name not in ("mul", "div") or step.entry.outs[0].dtype != "f16":
         return None
     for position, operand in enumerate(step.node.ins):
-        if isinstance(operand, Constant) and np.ndim(operand.value) == 0:
+        if isinstance(operand, Constant) and is_scalar_literal(operand):
             value = abs(float(operand.value))
             if step.entry.name == "div":
                 value = 1 / value if position == 1 and value else 0.0

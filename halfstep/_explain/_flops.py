@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from halfstep._autocast._table import TABLE, Rule
+from halfstep._autocast._table import CONTRACTIONS, TABLE, Rule
 
-CONTRACTIONS = frozenset(name for name, rule in TABLE.items() if rule is Rule.COMPUTE)
-"""The names of dots and convolutions."""
 # Arithmetic by their rule, and yet nothing but choices and movement.
 _MOVEMENT = frozenset({"select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"})
 

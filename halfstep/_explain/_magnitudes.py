@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from halfstep._autocast._graph import Constant
 from halfstep._autocast._run import bind_params
-from halfstep._explain._flops import CONTRACTIONS
+from halfstep._autocast._table import CONTRACTIONS
 from halfstep._explain._places import Place, holds_functions, inside
 
 Key = tuple[int, ...]

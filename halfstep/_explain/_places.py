@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from halfstep._autocast import _calls, _derivatives, _loops
-from halfstep._autocast._graph import Constant, Operand, graph_of
+from halfstep._autocast._graph import Operand, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._plan import plan as make_plan
 from halfstep._autocast._types import Plan, Settings, inner_plans
@@ -42,7 +42,7 @@ class Place:
 
     def producer(self, operand: Operand) -> int | None:
         """The operation of this plan that makes a value, if one does."""
-        return None if isinstance(operand, Constant) else self.plan.producer[operand]
+        return self.plan.maker(operand)
 
     def input_position(self, operand: Operand) -> int | None:
         """Which input of the plan a value is, if it is one."""

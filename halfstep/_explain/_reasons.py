@@ -4,10 +4,9 @@ from types import MappingProxyType
 
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import GROUPS, TABLE, Rule
+from halfstep._autocast._table import CONTRACTIONS, GROUPS, TABLE, Rule
 from halfstep._autocast._types import Decision
 from halfstep._explain._entry import name_of
-from halfstep._explain._flops import CONTRACTIONS
 from halfstep._explain._places import Place
 from halfstep._explain._sources import Finder
 from halfstep._keep import KEEP_SCOPE

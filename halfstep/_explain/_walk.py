@@ -9,10 +9,10 @@ import numpy as np
 from halfstep._autocast._graph import Node, Operand, is_of_jax
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import Rule
+from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import FLOAT32, Plan, held_dtype
 from halfstep._explain._entry import ExplainEntry, typed
-from halfstep._explain._flops import CONTRACTIONS, flops
+from halfstep._explain._flops import flops
 from halfstep._explain._places import Place, holds_functions, inside
 from halfstep._explain._reasons import reason
 from halfstep._explain._sources import Finder, Source
