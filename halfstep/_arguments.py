@@ -26,6 +26,11 @@ def argument_names(func: Callable, count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
+def listed(which: Any) -> tuple[Any, ...]:
+    """Arguments that are named one by one, or one alone: by position or name."""
+    return (which,) if isinstance(which, int | str) else tuple(which)
+
+
 class Arguments:
     """One call's arguments, flattened to leaves whose paths begin with the parameter's name.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from halfstep._arguments import listed
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._run import run
 from halfstep._autocast._trace import trace
@@ -79,8 +80,7 @@ def autocast(
     """
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
-    which = {params} if isinstance(params, int | str) else set(params)
-    return rewritten(func, settings, params=which, keep=policy.keep)
+    return rewritten(func, settings, params=listed(params), keep=policy.keep)
 
 
 def rewritten(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from halfstep._arguments import listed
 from halfstep._autocast._api import autocast, settings_of
 from halfstep._autocast._trace import trace
 from halfstep._autocast._types import Settings
@@ -82,7 +83,7 @@ def explain(
     """
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands)
-    numbers = (params,) if isinstance(params, int) else tuple(params)
+    numbers = listed(params)
 
     def explained(*args: Any, **kwargs: Any) -> ExplainReport:
         finder = Finder()

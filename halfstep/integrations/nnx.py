@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 from flax import nnx
 
-from halfstep._arguments import argument_names
+from halfstep._arguments import argument_names, listed
 from halfstep._gate import gated, select_tree
 from halfstep._grad import filter_value_and_grad
 from halfstep._policy import Policy
@@ -60,10 +60,6 @@ def _filled(state: Any, values: Any) -> Any:
         value = functools.reduce(lambda tree, key: tree[key], path, values)
         nodes[path] = node.copy(value) if _is_variable(node) else value
     return nnx.from_flat_state(nodes)
-
-
-def _listed(params: Any) -> Sequence[Any]:
-    return (params,) if isinstance(params, int | str) else tuple(params)
 
 
 def _unused(name: str, taken: Sequence[str]) -> str:
@@ -263,7 +259,7 @@ def value_and_grad(
             has_aux=True,
             microbatches=microbatches,
             carry=state_name if microbatches > 1 else None,
-            **{**options, "params": (0, frozen_name, *_listed(options.get("params", ())))},
+            **{**options, "params": (0, frozen_name, *listed(options.get("params", ())))},
         )
         state = {state_name: _Kept(call.kept), frozen_name: call.frozen}
         # As plain values: whatever `wrt` selects is a parameter, though its type be state.

@@ -115,7 +115,10 @@ def test_a_rule_for_a_loop():
 
     func = autocast(func, policy_of("bf16", "op:scan=float32"))
     assert contractions(func, W, X) == ["float32", "bfloat16"]
-    np.testing.assert_array_equal(jax.grad(lambda w: jnp.sum(func(w, X)))(W).shape, (4, 4))
+    # Of an identity nothing is rounded but what enters the last product.
+    got = jax.grad(lambda w: jnp.sum(func(w, X)))(W)
+    exact = jax.grad(lambda w: jnp.sum(X @ w @ w @ w))(W)
+    np.testing.assert_allclose(got, exact, atol=4 * 4 * halfstep.FORMATS["bf16"].eps)
 
 
 def test_a_rule_for_a_function_with_its_own_derivative():
@@ -222,7 +225,8 @@ def test_keep_precision(policy: str, how: str):
 def test_a_kept_module_is_a_pytree():
     linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
     kept = keep_precision(linear)
-    assert jax.tree.structure(jax.tree.leaves(kept)) == jax.tree.structure(jax.tree.leaves(linear))
+    pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(linear), strict=True)
+    assert all(ours is theirs for ours, theirs in pairs)
     np.testing.assert_array_equal(kept(jnp.ones(4)), linear(jnp.ones(4)))
 
 
