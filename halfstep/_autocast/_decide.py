@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from halfstep._autocast import _calls, _derivatives, _loops
-from halfstep._autocast._graph import Graph, Node, is_scalar_literal
+from halfstep._autocast._graph import Graph, Node, Operand, is_scalar_literal, size
 from halfstep._autocast._kinds import Kind, is_subject, join
 from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Planner, Settings, held_dtype
@@ -185,6 +185,9 @@ def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
         return Rule.WIDEST
     if node.name == "mul" and node.ins[0] == node.ins[1] and isinstance(node.ins[0], int):
         return Rule.FLOAT32
+    if node.name == "sub" and any(_is_spread(node, graph, operand) for operand in node.ins):
+        # `x - max(x)`: what an exponential is taken of, as exact as the exponential.
+        return Rule.FLOAT32
     if node.name == "convert_element_type":
         dtypes = {graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype}
         # From float32 to float32: only whether JAX calls it weak changes.
@@ -193,6 +196,15 @@ def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
         # `x.at[i].apply(f)`: f is a float32 function that is part of the operation.
         return Rule.FLOAT32
     return rule
+
+
+def _is_spread(node: Node, graph: Graph, operand: Operand) -> bool:
+    """Whether an operand, such as a maximum, is the same for many elements of the result."""
+    made_by = graph.maker(operand)
+    if made_by is not None and graph.nodes[made_by].name == "broadcast_in_dim":
+        operand = graph.nodes[made_by].ins[0]
+    own = size(graph.aval(operand))
+    return isinstance(operand, int) and own < size(graph.avals[node.outs[0]])
 
 
 def _asks_for_precision(node: Node) -> bool:

@@ -83,6 +83,19 @@ class Graph:
         """The values that the function returns."""
         return frozenset(o for o in self.outputs if not isinstance(o, Constant))
 
+    @functools.cached_property
+    def makers(self) -> tuple[int | None, ...]:
+        """Of each value, the operation that makes it."""
+        found: list[int | None] = [None] * len(self.avals)
+        for index, node in enumerate(self.nodes):
+            for number in node.outs:
+                found[number] = index
+        return tuple(found)
+
+    def maker(self, operand: Operand) -> int | None:
+        """The operation that makes a value, if one of the graph does."""
+        return None if isinstance(operand, Constant) else self.makers[operand]
+
     def aval(self, operand: Operand) -> Any:
         """Shape and dtype of an operand, as traced."""
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]

@@ -108,7 +108,7 @@ def _groups(plan: Plan) -> list[tuple[int, ...]]:
             for operand in nodes[index].ins:
                 if isinstance(operand, Constant):
                     continue
-                made_by = plan.producer[operand]
+                made_by = plan.maker(operand)
                 if made_by is not None and made_by in wide and plan.kinds[operand] is Kind.WIDE:
                     merged.join(made_by, index)
         groups += _closed(plan, indices, wide, merged)
@@ -195,8 +195,7 @@ class _Union:
 def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
     """With what an island begins beside its float32: what is its alone, and copies of the rest.
 
-    `x - max(x)` in the compute dtype is made again of `x` and its maximum, instead of being stored
-    beside `x`, which the contraction before has stored already.
+    A row that is spread over a matrix is spread again, instead of being stored as a matrix.
     """
     graph, chosen = plan.graph, set(group)
     found: set[int] = set()
@@ -241,18 +240,9 @@ def _is_cheap(plan: Plan, index: int) -> bool:
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     if decision.barrier or decision.function is not None or decision.outs != (Kind.LOW,):
         return False
-    graph = plan.graph
-    whole = size(graph.avals[node.outs[0]])
-    if node.name == "broadcast_in_dim":
-        return all(size(graph.aval(operand)) < whole for operand in node.ins)
-    if node.name != "sub":
-        return False
-    return any(size(graph.aval(o)) < whole or _is_spread(plan, o) for o in node.ins)
-
-
-def _is_spread(plan: Plan, operand: int | Constant) -> bool:
-    made_by = plan.maker(operand)
-    return made_by is not None and plan.graph.nodes[made_by].name == "broadcast_in_dim"
+    whole = size(plan.graph.avals[node.outs[0]])
+    is_spread = all(size(plan.graph.aval(operand)) < whole for operand in node.ins)
+    return node.name == "broadcast_in_dim" and is_spread
 
 
 def _is_used_only_in(plan: Plan, index: int, inside: set[int]) -> bool:
@@ -277,7 +267,7 @@ def _island(
     reads: dict[int, np.dtype | None] = {}
     for index in group:
         for operand in graph.nodes[index].ins:
-            if not isinstance(operand, Constant) and plan.producer[operand] not in chosen:
+            if not isinstance(operand, Constant) and plan.maker(operand) not in chosen:
                 reads[operand] = held_dtype(
                     graph.avals[operand], plan.seen(operand, level), compute
                 )

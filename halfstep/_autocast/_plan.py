@@ -18,7 +18,6 @@ class _State:
         self.after: list[int] = [0] * count
         self.from_low: list[bool] = [False] * count
         self.width: list[int] = [size(aval) for aval in graph.avals]
-        self.producer: list[int | None] = [None] * count
         self.levels: list[int] = []
         self.rounded: set[int] = set()
 
@@ -36,7 +35,7 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
             known = not is_traced(value)
             state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
     decisions = []
-    for index, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
         level = max((state.after[value] for value in values), default=0)
         state.levels.append(level)
@@ -50,7 +49,6 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
             state.kinds[number] = kind
             state.after[number] = level + decision.barrier
             state.from_low[number] = from_low or kind is Kind.LOW
-            state.producer[number] = index
             own = size(graph.avals[number])
             state.width[number] = own if decision.barrier else max(own, width)
             # What has been reduced (a mean, a loss) is small, and stays as exact as it is.
@@ -69,5 +67,4 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
         tuple(decisions),
         tuple(state.levels),
         frozenset(state.rounded),
-        tuple(state.producer),
     )

@@ -14,6 +14,7 @@ from jax.extend import source_info_util
 from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._contract import contract
 from halfstep._autocast._decide import bind_by
+from halfstep._autocast._difference import difference
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
@@ -55,9 +56,10 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
 class _Environment:
     """Values by number, each in one or both of the two dtypes."""
 
-    def __init__(self, plan: Plan, place: Place):
+    def __init__(self, plan: Plan, place: Place, *, stored: bool = False):
         self.plan = plan
         self.place = place
+        self.stored = stored
         self.values: dict[int, Any] = {}
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.shared: dict[Hashable, Callable[..., Any]] = {}
@@ -142,6 +144,9 @@ def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[An
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
+    if node.name == "sub" and decision.rule is Rule.FLOAT32 and env.stored:
+        left, right = operands
+        return [difference(left, right, compute=plan.settings.compute)]
     if decision.rule is Rule.COMPUTE and node.name in CONTRACTIONS:
         wide = [operand.dtype == FLOAT32 for operand in operands[:2]]
         out = FLOAT32 if Kind.WIDE in decision.outs else decision.dtype
@@ -182,9 +187,10 @@ def _in_scope(node: Node) -> contextlib.AbstractContextManager[Any]:
 
 def _run_island(env: _Environment, island: Island) -> None:
     plan = env.plan
+    last = env.place is Place.WHOLE and island.is_last
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = _Environment(plan, env.place)
+        inner = _Environment(plan, env.place, stored=not last)
         for number, value in zip(island.inputs, values, strict=True):
             inner.write(number, value)
         for index in island.nodes:
@@ -192,7 +198,6 @@ def _run_island(env: _Environment, island: Island) -> None:
         return tuple(inner.read(number, dtype) for number, dtype in island.outputs)
 
     inputs = [env.read(number, dtype) for number, dtype in island.reads]
-    last = env.place is Place.WHOLE and island.is_last
     barred = env.place is not Place.LOOP and not last
     func = recomputed(inside, barred=barred)
     results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)

@@ -59,7 +59,6 @@ class Plan:
     """Of each operation: how many barriers lie before it at most."""
     rounded: frozenset[int]
     """Wide values that are held in the compute dtype once a barrier has been passed."""
-    producer: tuple[int | None, ...]
 
     @property
     def has_barrier(self) -> bool:
@@ -68,7 +67,7 @@ class Plan:
 
     def maker(self, operand: Operand) -> int | None:
         """The operation that makes a value, if one of the plan does."""
-        return None if isinstance(operand, Constant) else self.producer[operand]
+        return self.graph.maker(operand)
 
     def seen(self, operand: Operand, level: int) -> Kind:
         """The kind of an operand for an operation of a level."""
@@ -87,7 +86,7 @@ def seen_kind(state: Any, operand: Operand, level: int) -> Kind:
             return Kind.OTHER
         return constant_kind(operand.value, compute)
     kind = state.kinds[operand]
-    made_by = state.producer[operand]
+    made_by = state.graph.maker(operand)
     crossed = made_by is not None and (level < 0 or state.levels[made_by] < level)
     return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
 

@@ -11,6 +11,10 @@ from halfstep._explain._places import Place
 from halfstep._explain._sources import Finder
 from halfstep._keep import KEEP_SCOPE
 
+# Operations that are in float32 only when their operands are such.
+_SPECIAL = MappingProxyType(
+    {"mul": "a square", "sub": "one value, such as a maximum, off many"},
+)
 _WHY = MappingProxyType({name: why for _, why, names in GROUPS for name in names})
 
 
@@ -27,7 +31,7 @@ def reason(place: Place, index: int, finder: Finder) -> str:
     if decision.rule in (Rule.WIDEST, Rule.FOLLOW):
         return _followed(place, index, decision, finder)
     if decision.rule is Rule.FLOAT32 and TABLE.get(node.name) is not Rule.FLOAT32:
-        return "a square" if node.name == "mul" else "a function applied to elements"
+        return _SPECIAL.get(node.name, "a function applied to elements")
     return _WHY[node.name]
 
 

@@ -185,7 +185,6 @@ def test_the_difference_from_the_maximum_is_not_stored():
     def func(x: Any) -> Any:
         scores = x @ x
         away = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-        # One that an island reads and, in the compute dtype, another does too.
         return jnp.log(jnp.sum(jnp.exp(away), axis=-1)), away[:, 0]
 
     graph = graph_of(jax.make_jaxpr(func)(X))
@@ -194,9 +193,24 @@ def test_the_difference_from_the_maximum_is_not_stored():
     (island,) = (unit for unit in units if isinstance(unit, Island))
     (sub,) = (index for index, node in enumerate(graph.nodes) if node.name == "sub")
     assert sub in island.nodes
-    assert sub in units
+    assert sub not in units
     sizes = sorted(graph.avals[number].size for number in island.inputs)
     assert sizes == [8, 64]
+
+
+def test_what_is_spread_and_read_elsewhere_too_is_spread_again():
+    def func(x: Any) -> Any:
+        spread = jnp.broadcast_to((x @ x)[:, :1], (8, 8))
+        return jnp.log(jnp.sum(jnp.exp(spread), axis=-1)), spread
+
+    graph = graph_of(jax.make_jaxpr(func)(X))
+    made = plan(graph, [Kind.LOW], Settings(BF16))
+    units = schedule(made, [Kind.WIDE] * 2)
+    (island,) = (unit for unit in units if isinstance(unit, Island))
+    (spread,) = (i for i, node in enumerate(graph.nodes) if node.name == "broadcast_in_dim")
+    assert spread in island.nodes
+    assert spread in units
+    assert [graph.avals[number].size for number in island.inputs] == [8]
 
 
 def barriers(func: Any, platform: str) -> int:

@@ -3,8 +3,10 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import halfstep
@@ -45,3 +47,32 @@ def test_a_dot_is_rounded_once():
     eps, single = halfstep.FORMATS["bf16"].eps, halfstep.FORMATS["f32"].eps
     bound = eps / 2 * np.abs(exact) + 16 * single * (np.abs(low[0]) @ np.abs(low[1]))
     assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all()
+
+
+LABELS = jnp.arange(16)
+SENSITIVE = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "logsumexp": functools.partial(jax.nn.logsumexp, axis=-1),
+    "cross-entropy": lambda x: optax.softmax_cross_entropy_with_integer_labels(x, LABELS),
+    "picked log_softmax": lambda x: jax.nn.log_softmax(x)[LABELS, LABELS],
+    "softmax with broadcasting": lambda x: jnp.exp(x - jnp.max(x, axis=1)[:, None]),
+    "layer norm": lambda x: jax.nn.standardize(x, axis=-1),
+    "mean of squares": lambda x: jnp.mean(x**2, axis=-1),
+    "sum": functools.partial(jnp.sum, axis=-1),
+}
+
+
+@pytest.mark.parametrize("islands", [True, False])
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+@pytest.mark.parametrize("name", SENSITIVE)
+def test_exact_to_float32_of_what_a_product_makes(name: str, policy: str, islands: bool):
+    """Of rounded products, sensitive functions are float32's own: no rounding is in between."""
+    func, dtype = SENSITIVE[name], halfstep.FORMATS[policy].dtype
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(3 * rng.standard_normal((16, 16)), jnp.float32) for _ in range(2))
+    product = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+    got = halfstep.autocast(lambda w, x: func(x @ w), policy, islands=islands)(w, x)
+    # The same float32 operations, which the compiler may fuse otherwise: a few last places.
+    single = halfstep.FORMATS["f32"].eps
+    np.testing.assert_allclose(got, func(product), rtol=16 * single, atol=16 * single)
