@@ -1,0 +1,11 @@
+"""Compressed optimizers: parameters and their state in 5 bytes a parameter."""
+
+from halfstep.optim._check import StateError as StateError
+from halfstep.optim._optimizers import (
+    flash_adam as flash_adam,
+    flash_adamw as flash_adamw,
+    flash_lion as flash_lion,
+    flash_sgd as flash_sgd,
+)
+from halfstep.optim._state import FlashState as FlashState
+from halfstep.optim._transform import Transformation as Transformation

@@ -1,0 +1,105 @@
+"""Whether a state was made by the optimizer that is to go on with it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._leaves import is_inexact
+from halfstep._paths import path_string
+from halfstep.optim._layout import Layout
+from halfstep.optim._state import FlashState
+from halfstep.quant import Groups, Quantized
+
+
+class StateError(ValueError):
+    """A state does not fit the optimizer or the parameters: it says where, and what changed."""
+
+
+def check_state(
+    layout: Layout, moments: tuple[bool, bool], params: Any, state: Any
+) -> list[Groups | None]:
+    """The groups of each leaf, as the state was written.
+
+    Raises:
+        StateError: If the state is another optimizer's, or one's with other options.
+    """
+    if not isinstance(state, FlashState):
+        raise StateError(
+            f"the state must be a FlashState, as `init` or `prepare` returns it; "
+            f"got {type(state).__name__}."
+        )
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    try:
+        fields = [treedef.flatten_up_to(f) for f in (state.low, state.first, state.second)]
+    except ValueError as error:
+        raise StateError(
+            "the state was made for parameters of another structure; call `init` with these, or "
+            f"restore those that it was saved with. {error}"
+        ) from None
+    return [
+        _check_leaf(path_string(path), leaf, low, (first, second), moments, layout)
+        for (path, leaf), low, first, second in zip(flat, *fields, strict=True)
+    ]
+
+
+def _check_leaf(
+    path: str, leaf: Any, low: Any, found: Any, moments: tuple[bool, bool], layout: Layout
+) -> Groups | None:
+    if not is_inexact(leaf):
+        return None
+    _check_low(path, leaf, low, layout)
+    groups: list[Groups | None] = []
+    for name, moment, has in zip(("first", "second"), found, moments, strict=True):
+        if has != (moment is not None):
+            raise StateError(
+                f"this optimizer stores {'a' if has else 'no'} {name} moment; the state of {path} "
+                f"has {'one' if moment is not None else 'none'}. It was made by another optimizer, "
+                "or by one with other options."
+            )
+        if has:
+            groups.append(_groups_of(path, leaf, name, moment))
+    if not groups:
+        # Without moments nothing says it: as it would be made now.
+        return None
+    if len(set(groups)) > 1:
+        raise StateError(f"the moments of {path} are divided differently; got {groups}.")
+    return groups[0]
+
+
+def _check_low(path: str, leaf: Any, low: Any, layout: Layout) -> None:
+    wanted = {None: None, 24: np.dtype(np.int8), 32: np.dtype(np.int16)}[layout.master_bits]
+    wanted = wanted if leaf.dtype == jnp.bfloat16 else None
+    got = None if low is None else np.dtype(low.dtype)
+    if got != wanted:
+        names = {None: "none", np.dtype(np.int8): "24 bits", np.dtype(np.int16): "32 bits"}
+        raise StateError(
+            f"the master of {path}, {leaf.dtype.name}{list(leaf.shape)}, must be of "
+            f"{names[wanted]} (master_bits={layout.master_bits}); the state has "
+            f"{names.get(got, got)}. Pass the master_bits that the state was made with, and "
+            "parameters of the dtype that they had."
+        )
+
+
+def _groups_of(path: str, leaf: Any, name: str, moment: Any) -> Groups | None:
+    if not isinstance(moment, Quantized):
+        if moment.shape != leaf.shape:
+            raise _misfit(path, leaf, name, moment)
+        return None
+    pairs = zip(leaf.shape, moment.scale.shape, strict=False)
+    axes = [axis for axis, (dim, scales) in enumerate(pairs) if dim != scales]
+    if moment.codes.shape != leaf.shape or len(axes) != 1 or moment.scale.ndim != leaf.ndim:
+        raise _misfit(path, leaf, name, moment.codes)
+    groups = Groups(axes[0] - leaf.ndim)
+    if groups.scale_shape(leaf.shape) != moment.scale.shape:
+        raise _misfit(path, leaf, name, moment.scale)
+    return groups
+
+
+def _misfit(path: str, leaf: Any, name: str, got: Any) -> StateError:
+    return StateError(
+        f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for every "
+        f"32 elements of one axis if it is coded; got {got.dtype.name}{list(got.shape)}. The state "
+        "was made for other parameters."
+    )

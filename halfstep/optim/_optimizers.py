@@ -1,0 +1,246 @@
+"""The compressed optimizers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep.kernels.flash_update import Implementation
+from halfstep.optim._flash import Number, Recipe, flash
+from halfstep.optim._layout import MIN_SIZE, Layout
+from halfstep.optim._transform import Transformation
+
+Rate = Number | Callable[[Any], Any]
+MasterBits = Literal[24, 32, "auto"] | None
+Rounding = Literal["nearest", "stochastic"]
+
+
+def flash_adamw(
+    learning_rate: Rate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 1e-4,
+    *,
+    mask: Any = None,
+    master_bits: MasterBits = "auto",
+    keep: Sequence[str] = (),
+    min_size: int | None = None,
+    scale_dtype: Any = jnp.bfloat16,
+    rounding: Rounding = "nearest",
+    seed: int | None = None,
+    implementation: Implementation = None,
+) -> Transformation:
+    """AdamW whose parameters and state take 5 bytes a parameter instead of 12 or 14.
+
+    Parameters are bfloat16; the state has the bits that they lack, and both moments in 8 bits with
+    a scale for every 32 elements. `optax.adamw` with the same hyperparameters is what it follows.
+
+    Args:
+        learning_rate: A number, a traced scalar, or a schedule of Optax.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled; a multiple of the learning rate.
+        mask: Where weights decay: a tree of booleans, a prefix of the parameters', or a function
+            of the parameters that returns one.
+        master_bits: Of bfloat16 parameters and their state together: 24 (`"auto"` too) or 32, which
+            is float32 bit for bit; with `None` the state has no part of them. Float32 parameters
+            are their own master.
+        keep: Paths of parameters whose moments stay float32, such as `"**/embedding"`.
+        min_size: Parameters with fewer elements stay float32 too; 4096 by default.
+        scale_dtype: That of the scales: bfloat16 or float32.
+        rounding: `"stochastic"` rounds the second moment, and a master of 24 bits, up or down at
+            random. It lets a long memory (`b2` of 0.999 and above) forget, and steps that are
+            smaller than the last of 24 bits add up.
+        seed: Where that randomness begins.
+        implementation: Who computes it: `"xla"`, `"gpu"`, `"tpu"`, `"interpret"`; by default what
+            it is compiled for.
+
+    Returns:
+        An optimizer of Optax's kind, which also has `step` and `prepare`.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        params = {"w": jnp.ones((128, 64)), "b": jnp.zeros(64)}
+        optimizer = optim.flash_adamw(1e-3)
+        params, state = optimizer.prepare(params)
+        assert params["w"].dtype == jnp.bfloat16
+        assert params["b"].dtype == jnp.float32
+
+        grads = jax.tree.map(jnp.ones_like, params)
+        params, state = optimizer.step(params, state, grads)
+        assert (params["w"] < 1).all()
+        ```
+    """
+    return flash(
+        Recipe(
+            "adam",
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            mask,
+            _layout(master_bits, keep, min_size, scale_dtype),
+            (True, True),
+            stochastic=_is_stochastic(rounding),
+            seed=seed or 0,
+            implementation=implementation,
+        )
+    )
+
+
+def flash_adam(
+    learning_rate: Rate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    **options: Any,
+) -> Transformation:
+    """Adam in 5 bytes a parameter: `flash_adamw` without weight decay.
+
+    Args:
+        learning_rate: A number, a traced scalar, or a schedule of Optax.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the denominator.
+        **options: Those of `flash_adamw` but `mask`.
+
+    Returns:
+        An optimizer of Optax's kind, which also has `step` and `prepare`.
+    """
+    return flash_adamw(learning_rate, b1, b2, eps, 0.0, **options)
+
+
+def flash_lion(
+    learning_rate: Rate,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    weight_decay: Number = 1e-3,
+    *,
+    mask: Any = None,
+    master_bits: MasterBits = "auto",
+    keep: Sequence[str] = (),
+    min_size: int | None = None,
+    scale_dtype: Any = jnp.bfloat16,
+    rounding: Rounding = "nearest",
+    seed: int | None = None,
+    implementation: Implementation = None,
+) -> Transformation:
+    """Lion in 4 bytes a parameter.
+
+    Args:
+        learning_rate: A number, a traced scalar, or a schedule of Optax.
+        b1: Share of the momentum in a step.
+        b2: Decay of the momentum.
+        weight_decay: Decoupled; a multiple of the learning rate.
+        mask: Where weights decay, see `flash_adamw`.
+        master_bits: 24, 32 or `None`, see `flash_adamw`.
+        keep: Paths of parameters whose momentum stays float32.
+        min_size: Parameters with fewer elements stay float32 too; 4096 by default.
+        scale_dtype: That of the scales: bfloat16 or float32.
+        rounding: `"stochastic"` rounds a master of 24 bits up or down at random.
+        seed: Where that randomness begins.
+        implementation: Who computes it, see `flash_adamw`.
+
+    Returns:
+        An optimizer of Optax's kind, which also has `step` and `prepare`.
+    """
+    return flash(
+        Recipe(
+            "lion",
+            learning_rate,
+            b1,
+            b2,
+            0.0,
+            weight_decay,
+            mask,
+            _layout(master_bits, keep, min_size, scale_dtype),
+            (True, False),
+            stochastic=_is_stochastic(rounding),
+            seed=seed or 0,
+            implementation=implementation,
+        )
+    )
+
+
+def flash_sgd(
+    learning_rate: Rate,
+    momentum: Number | None = None,
+    nesterov: bool = False,
+    *,
+    weight_decay: Number = 0.0,
+    mask: Any = None,
+    master_bits: MasterBits = "auto",
+    keep: Sequence[str] = (),
+    min_size: int | None = None,
+    scale_dtype: Any = jnp.bfloat16,
+    rounding: Rounding = "nearest",
+    seed: int | None = None,
+    implementation: Implementation = None,
+) -> Transformation:
+    """Stochastic gradient descent in 4 bytes a parameter with momentum, in 3 without.
+
+    Args:
+        learning_rate: A number, a traced scalar, or a schedule of Optax.
+        momentum: Decay of the momentum; none is stored without it.
+        nesterov: Whether to step where the momentum leads.
+        weight_decay: Decoupled; a multiple of the learning rate.
+        mask: Where weights decay, see `flash_adamw`.
+        master_bits: 24, 32 or `None`, see `flash_adamw`.
+        keep: Paths of parameters whose momentum stays float32.
+        min_size: Parameters with fewer elements stay float32 too; 4096 by default.
+        scale_dtype: That of the scales: bfloat16 or float32.
+        rounding: `"stochastic"` rounds a master of 24 bits up or down at random.
+        seed: Where that randomness begins.
+        implementation: Who computes it, see `flash_adamw`.
+
+    Returns:
+        An optimizer of Optax's kind, which also has `step` and `prepare`.
+    """
+    return flash(
+        Recipe(
+            "sgd",
+            learning_rate,
+            0.0 if momentum is None else momentum,
+            0.0,
+            0.0,
+            weight_decay,
+            mask,
+            _layout(master_bits, keep, min_size, scale_dtype),
+            (momentum is not None, False),
+            nesterov=nesterov,
+            stochastic=_is_stochastic(rounding),
+            seed=seed or 0,
+            implementation=implementation,
+        )
+    )
+
+
+def _layout(
+    master_bits: Any, keep: Sequence[str], min_size: int | None, scale_dtype: Any
+) -> Layout:
+    # By kind first: a traced 24 (from `inject_hyperparams`) is no text and has no value.
+    is_known = master_bits is None or isinstance(master_bits, int | str)
+    if not is_known or master_bits not in (None, "auto", 24, 32):
+        raise ValueError(
+            f"master_bits must be 24, 32, 'auto' or None, and not traced; got {master_bits!r}. "
+            "With optax.inject_hyperparams name it in static_args."
+        )
+    dtype = np.dtype(scale_dtype)
+    if dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        raise ValueError(f"scale_dtype must be bfloat16 or float32; got {dtype.name}.")
+    bits = 24 if master_bits == "auto" else master_bits
+    return Layout(bits, tuple(keep), MIN_SIZE if min_size is None else min_size, dtype)
+
+
+def _is_stochastic(rounding: str) -> bool:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
+    return rounding == "stochastic"

@@ -1,0 +1,52 @@
+"""An Optax optimizer that can also step by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+
+class Transformation(optax.GradientTransformationExtraArgs):
+    """What the optimizers of this package are: `init` and `update`, as Optax has them, and more.
+
+    Attributes:
+        step: `step(params, state, grads, finite=None)` returns new parameters and a new state. It
+            does in one pass what `update` and `optax.apply_updates` do in two, and with donated
+            arguments in place. Where `finite` is false nothing changes.
+        prepare: `prepare(params)` returns parameters to compute with and a state: it converts
+            large float32 parameters to bfloat16 and stores what they lack. `init` takes parameters
+            as they are.
+    """
+
+    step: Callable[..., tuple[Any, Any]]
+    prepare: Callable[[Any], tuple[Any, Any]]
+
+
+def transformation(
+    init: Callable[[Any], Any],
+    step: Callable[..., tuple[Any, Any]],
+    prepare: Callable[[Any], tuple[Any, Any]],
+    difference: Callable[[Any, Any], Any],
+) -> Transformation:
+    """An optimizer from what it does in one pass.
+
+    Args:
+        init: Makes the state of parameters.
+        step: Of parameters, state and gradients makes new parameters and a new state.
+        prepare: Of float32 parameters makes those to compute with, and their state.
+        difference: What is to be added to old parameters to give new ones.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "a compressed optimizer needs the parameters, since its state holds a part of "
+                "them; got params=None. Call update(grads, state, params)."
+            )
+        new, state = step(params, state, updates, **extra_args)
+        return difference(new, params), state
+
+    pair: Any = (init, update)
+    made = Transformation(*pair)
+    made.step, made.prepare = step, prepare
+    return made

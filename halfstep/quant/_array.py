@@ -1,0 +1,137 @@
+"""Arrays written in few bits: codes, and a scale for each group."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Key, Shaped
+
+from halfstep.quant._codes import Code, as_code, scale_of
+from halfstep.quant._groups import Groups, groups_for
+from halfstep.quant._split import widened
+
+
+class Quantized(NamedTuple):
+    """An array in few bits. Both parts are plain arrays; they are sharded alike."""
+
+    codes: Shaped[Array, "..."]
+    scale: Shaped[Array, "..."]
+
+
+def quantize(
+    value: Float32[Array, "..."],
+    code: str | Code = "int8",
+    *,
+    groups: Groups | None = None,
+    scale_dtype: Any = jnp.bfloat16,
+    key: Key[Array, ""] | None = None,
+) -> Quantized:
+    """Write an array in few bits.
+
+    Args:
+        value: What is written. For codes of roots, `"root8"`, `"root4"` and `"rootf8"`, values that
+            are not negative, such as second moments.
+        code: The name of a code: `"int8"`, `"root8"`, `"int4"`, `"root4"`, `"f8"` or `"rootf8"`.
+        groups: Which elements share a scale; by default 32 along the last axis but one.
+            Of 4 bits, an even number of them.
+        scale_dtype: That of the scales: bfloat16 or float32.
+        key: With one, codes are rounded up or down at random, so that the mean of many is right.
+            Codes that are floats are always rounded to the nearest.
+
+    Returns:
+        The codes and the scales.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        value = jax.random.normal(jax.random.key(0), (64, 128))
+        small = quant.quantize(value)
+        assert small.codes.dtype == jnp.int8
+        assert small.scale.shape == (2, 128)
+        error = abs(quant.dequantize(small) - value)
+        assert jnp.max(error) < jnp.max(abs(value)) / 64
+        ```
+    """
+    code, groups = as_code(code), groups or groups_of(value.shape)
+    divided = groups.divided(value)
+    coded = jnp.sqrt(divided) if code.is_root else divided
+    axis = divided.ndim + groups.axis
+    scale = scale_of(jnp.max(jnp.abs(coded), axis=axis, keepdims=True), scale_dtype)
+    noise = None if key is None else jax.random.uniform(key, coded.shape, jnp.float32)
+    codes = code.encode(coded, widened(scale), noise=noise)
+    if code.bits == 4:
+        codes = _packed(codes, axis).reshape(_stored_shape(value.shape, code, groups))
+    else:
+        codes = groups.whole(codes, value.shape)
+    return Quantized(codes, jnp.squeeze(scale, axis))
+
+
+def dequantize(
+    array: Quantized,
+    code: str | Code = "int8",
+    *,
+    groups: Groups | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Float32[Array, "..."]:
+    """The values that `quantize` has written.
+
+    Args:
+        array: Codes and scales.
+        code: The code that they were written with.
+        groups: The groups that they were written with.
+        shape: Of the values. Only codes of 4 bits need it, where two values share a byte.
+
+    Returns:
+        Float32 values.
+    """
+    code = as_code(code)
+    shape = shape or _value_shape(array, code)
+    groups = groups or groups_of(shape)
+    if code.bits == 4:
+        axis = len(shape) + groups.axis
+        half = Groups(groups.axis, groups.size // 2)
+        codes = _unpacked(half.divided(array.codes), axis + 1, signed=not code.is_root)
+    else:
+        codes = groups.divided(array.codes)
+    value = code.decode(codes, widened(groups.aligned(array.scale)))
+    return groups.whole(value * value if code.is_root else value, shape)
+
+
+def groups_of(shape: tuple[int, ...]) -> Groups:
+    """The groups of an array that is on one device: of small ones all that there is."""
+    if not shape:
+        raise ValueError("a scalar has no groups; quantize arrays of one dimension or more")
+    return groups_for(shape) or Groups(-1, max(2, shape[-1]))
+
+
+def _packed(codes: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Two codes in a byte: the first half of a group with its second."""
+    first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=axis)
+    return (first & 15) | (second << 4)
+
+
+def _unpacked(codes: Shaped[Array, "..."], axis: int, *, signed: bool) -> Shaped[Array, "..."]:
+    both = jnp.concatenate([codes & 15, codes >> 4], axis=axis)
+    if not signed:
+        return both
+    # The sign is the fourth bit: moved to the eighth and back, it is repeated.
+    return (both << 4).astype(jnp.int8) >> 4
+
+
+def _stored_shape(shape: tuple[int, ...], code: Code, groups: Groups) -> tuple[int, ...]:
+    if code.bits == 8:
+        return shape
+    dims = list(shape)
+    dims[groups.axis] = groups.count(shape) * groups.size // 2
+    return tuple(dims)
+
+
+def _value_shape(array: Quantized, code: Code) -> tuple[int, ...]:
+    """The shape of what was written, if its groups were full."""
+    if code.bits == 8:
+        return array.codes.shape
+    pairs = zip(array.codes.shape, array.scale.shape, strict=True)
+    return tuple(stored if stored == scales else 2 * stored for stored, scales in pairs)

@@ -1,0 +1,133 @@
+"""Codes of few bits for values of a group, relative to the largest of them."""
+
+import dataclasses
+import enum
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import bitcast_convert_type
+from jaxtyping import Array, Float32, Shaped
+
+Values = Float32[Array, "..."]
+
+
+class Curve(enum.Enum):
+    """How values are spread over codes."""
+
+    SOFTSIGN = "of both signs, denser near zero: `2x / (1 + |x|)`"
+    ROOT = "of a positive value's square root"
+    FLOAT = "a float of 8 bits, of both signs"
+    ROOT_FLOAT = "a float of 8 bits, of a positive value's square root"
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """One way to write values of a group in few bits.
+
+    A group has a scale: the largest magnitude in it, rounded up, so that no code is out of range.
+    A positive value never gets the code of zero, however much larger its neighbors are: a second
+    moment of zero would let its parameter step by thousands of learning rates.
+    """
+
+    name: str
+    curve: Curve
+    dtype: np.dtype
+    """Of the stored array."""
+    limit: int
+    """The largest code."""
+    bits: int = 8
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the values are not negative and their square root is what is coded."""
+        return self.curve in (Curve.ROOT, Curve.ROOT_FLOAT)
+
+    def magnitude(self, value: Values) -> Values:
+        """What the scale of a group is the largest of."""
+        return jnp.sqrt(value) if self.is_root else jnp.abs(value)
+
+    def encode(self, value: Values, scale: Values, *, noise: Any = None) -> Shaped[Array, "..."]:
+        """The codes of values.
+
+        Args:
+            value: The values; of a code of roots, their square roots.
+            scale: At least the largest magnitude of its group, for every value.
+            noise: Of [0, 1), for every value: codes are then rounded up or down at random, with
+                the probability that makes their mean right. Nearest without it.
+        """
+        if self.curve in (Curve.FLOAT, Curve.ROOT_FLOAT):
+            return self._encode_float(value, scale)
+        if self.curve is Curve.SOFTSIGN:
+            # With x = value / scale, 2x / (1 + |x|): one division.
+            position = 2 * self.limit * value / jnp.maximum(scale + jnp.abs(value), _TINY)
+            return _rounded(position, noise).astype(self.stored)
+        position = value * (self.limit / jnp.maximum(scale, _TINY))
+        return jnp.clip(_rounded(position, noise), 1, self.limit).astype(self.stored)
+
+    def decode(self, codes: Shaped[Array, "..."], scale: Values) -> Values:
+        """The values of codes; of a code of roots, the square roots of the values."""
+        if self.curve in (Curve.FLOAT, Curve.ROOT_FLOAT):
+            return codes.astype(jnp.float32) * (scale * (1 / self.limit))
+        position = codes.astype(jnp.float32)
+        if self.curve is Curve.SOFTSIGN:
+            return scale * position / (2 * self.limit - jnp.abs(position))
+        return position * (scale * (1 / self.limit))
+
+    @property
+    def stored(self) -> Any:
+        """The dtype of codes before they are packed."""
+        if self.bits == 8:
+            return self.dtype
+        return jnp.int8 if self.curve is Curve.SOFTSIGN else jnp.uint8
+
+    def _encode_float(self, value: Values, scale: Values) -> Shaped[Array, "..."]:
+        position = value * (self.limit / jnp.maximum(scale, _TINY))
+        position = jnp.clip(position, -self.limit, self.limit)
+        if self.is_root:
+            position = jnp.maximum(position, float(jnp.finfo(self.dtype).smallest_subnormal))
+        return position.astype(self.dtype)
+
+
+# Below it, quotients of it are not finite.
+_TINY = float(np.finfo(np.float32).tiny)
+
+_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+CODES = MappingProxyType(
+    {
+        code.name: code
+        for code in (
+            Code("int8", Curve.SOFTSIGN, np.dtype(np.int8), 127),
+            Code("root8", Curve.ROOT, np.dtype(np.uint8), 255),
+            Code("int4", Curve.SOFTSIGN, np.dtype(np.uint8), 7, bits=4),
+            Code("root4", Curve.ROOT, np.dtype(np.uint8), 15, bits=4),
+            Code("f8", Curve.FLOAT, _FLOAT8, 448),
+            Code("rootf8", Curve.ROOT_FLOAT, _FLOAT8, 448),
+        )
+    }
+)
+"""All codes, by name."""
+
+
+def as_code(code: str | Code) -> Code:
+    """A code by its name, or itself."""
+    if isinstance(code, Code):
+        return code
+    if code not in CODES:
+        raise ValueError(f"a code must be one of {', '.join(CODES)}; got {code!r}")
+    return CODES[code]
+
+
+def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:
+    """The scale of a group with a largest magnitude: in bfloat16 rounded up, or as it is."""
+    if np.dtype(dtype) == np.float32:
+        return magnitude
+    word = bitcast_convert_type(magnitude, jnp.uint32)
+    high = ((word + 0xFFFF) >> 16).astype(jnp.uint16)
+    # A NaN stays one, however few bits it has, and infinity does not become one.
+    return bitcast_convert_type(high, jnp.bfloat16)
+
+
+def _rounded(position: Values, noise: Any) -> Values:
+    return jnp.round(position) if noise is None else jnp.floor(position + noise)

@@ -1,0 +1,81 @@
+"""Groups: runs of elements along one axis that share a scale."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+SIZE = 32
+"""How many elements share a scale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """How an array is divided: along `axis`, counted from the end, in runs of `size`.
+
+    Scales have the shape of the array with that axis divided, so that whatever shards the array
+    shards its scales alike.
+    """
+
+    axis: int
+    size: int = SIZE
+
+    def count(self, shape: Sequence[int]) -> int:
+        """How many groups lie along the axis."""
+        return math.ceil(shape[self.axis] / self.size)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales of an array."""
+        dims = list(shape)
+        dims[self.axis] = self.count(shape)
+        return tuple(dims)
+
+    def divided(self, value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """An array with groups along an axis of their own, which follows the divided one.
+
+        A last group that is not full is filled with zeros.
+        """
+        axis, shape = value.ndim + self.axis, value.shape
+        missing = self.count(shape) * self.size - shape[axis]
+        if missing:
+            value = jnp.pad(value, [(0, missing if i == axis else 0) for i in range(value.ndim)])
+        return value.reshape(*shape[:axis], self.count(shape), self.size, *shape[axis + 1 :])
+
+    def whole(self, value: Shaped[Array, "..."], shape: Sequence[int]) -> Shaped[Array, "..."]:
+        """The array of a shape that has been divided."""
+        axis = len(shape) + self.axis
+        full = (*shape[:axis], self.count(shape) * self.size, *shape[axis + 1 :])
+        value = value.reshape(full)
+        return value if full == tuple(shape) else value[tuple(map(slice, shape))]
+
+    def aligned(self, scale: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Scales with an axis of size one where `divided` has that of a group."""
+        return jnp.expand_dims(scale, scale.ndim + self.axis + 1)
+
+
+def groups_for(
+    shape: Sequence[int], *, shards: Sequence[int] = (), size: int = SIZE
+) -> Groups | None:
+    """How to divide an array so that no group lies on two devices.
+
+    The second axis from the end comes first: a run of 32 rows is what a TPU's tile of 8-bit values
+    holds, and neighbors in memory then belong to different groups, which every backend can load
+    and reduce without moving elements between lanes.
+
+    Args:
+        shape: The shape of the array.
+        shards: Into how many parts each axis is divided over devices; none if not given.
+        size: How many elements share a scale.
+
+    Returns:
+        The groups; `None` if every axis that would do is divided within a group.
+    """
+    parts = tuple(shards) or (1,) * len(shape)
+    axes = (-2, -1, *range(-3, -len(shape) - 1, -1)) if len(shape) > 1 else (-1,)
+    axes = [axis for axis in axes if -axis <= len(shape)]
+    full = [axis for axis in axes if shape[axis] % (size * parts[axis]) == 0]
+    ragged = [axis for axis in axes if parts[axis] == 1 and shape[axis] > size]
+    chosen = [*full, *ragged]
+    return Groups(chosen[0], size) if chosen else None

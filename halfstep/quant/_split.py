@@ -1,0 +1,94 @@
+"""A float32 value as a bfloat16 and what it lacks: an exact split of its bits."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.lax import bitcast_convert_type
+from jaxtyping import Array, BFloat16, Float32, Int8, Int16, Shaped, UInt32
+
+Low = Int16[Array, "..."] | Int8[Array, "..."]
+
+
+def split(
+    value: Float32[Array, "..."],
+    *,
+    bits: Literal[8, 16] = 16,
+    noise: UInt32[Array, "..."] | None = None,
+) -> tuple[BFloat16[Array, "..."], Low]:
+    """Split float32 values into bfloat16 ones, to compute with, and the rest of their bits.
+
+    It is done with integers. 16 more bits give back every float32 value bit for bit, denormal ones
+    and zeros with a sign too; 8 more bits round it to 24 bits first, which is within `2**-16` of
+    it. The bfloat16 is the nearest one, of two that are equally near the larger. Whatever is not a
+    number stays none.
+
+    Args:
+        value: What is split.
+        bits: How many bits the second part has.
+        noise: Random words, one for each value. What 8 bits cannot hold is then rounded up or down
+            at random, so that the mean of many roundings is right.
+
+    Returns:
+        The bfloat16 values, and integers of 16 or 8 bits.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        value = jnp.float32(1) / 3
+        high, low = quant.split(value)
+        assert high.dtype == jnp.bfloat16
+        assert quant.join(high, low) == value
+        ```
+    """
+    word = bitcast_convert_type(value, jnp.uint32)
+    sign, size = word & jnp.uint32(0x80000000), word & jnp.uint32(0x7FFFFFFF)
+    if bits == 8:
+        # Rounded to 24 bits a NaN of few bits would be infinite: all of them become one.
+        is_nan = size > 0x7F800000
+        more = jnp.uint32(0x80) if noise is None else noise & 0xFF
+        size = (size + more) & jnp.uint32(0x7FFFFF00)
+        size = jnp.where(is_nan, jnp.uint32(0x7FC00000), size)
+    else:
+        # The last NaNs would be carried into the sign; they become the one before.
+        size = jnp.minimum(size, jnp.uint32(0x7FFF7FFF))
+    word = sign | size
+    high = (word + 0x8000) >> 16
+    low = bitcast_convert_type(word - (high << 16), jnp.int32)
+    low = (low >> 8).astype(jnp.int8) if bits == 8 else low.astype(jnp.int16)
+    return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16), low
+
+
+def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
+    """The float32 values that `split` has split.
+
+    Args:
+        high: The bfloat16 values.
+        low: What they lack, of 16 or 8 bits.
+
+    Returns:
+        Float32 values: the same ones after 16 bits, the nearest of 24 bits after 8.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        value = jnp.float32(1) / 3
+        near = quant.join(*quant.split(value, bits=8))
+        assert 0 < abs(near - value) <= 2**-16 * value
+        ```
+    """
+    word = bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    rest = low.astype(jnp.int32)
+    rest = rest << 8 if low.dtype == jnp.int8 else rest
+    return bitcast_convert_type(word + bitcast_convert_type(rest, jnp.uint32), jnp.float32)
+
+
+def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:
+    """Float32 of any float; of bfloat16 by its bits, which keeps denormal values everywhere."""
+    if value.dtype == jnp.bfloat16:
+        word = bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32) << 16
+        return bitcast_convert_type(word, jnp.float32)
+    return value.astype(jnp.float32)
