@@ -1,11 +1,12 @@
 """The optimizer's step, applied or skipped."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import optax
 
 from halfstep._gate import gated
+from halfstep._verdict import as_predicate
 
 M = TypeVar("M")
 
@@ -32,6 +33,12 @@ def apply_gradients(
         The model and the optimizer's state after the step.
     """
     params: Any = eqx.filter(model, eqx.is_inexact_array)
+    if hasattr(optimizer, "step"):
+        # Of `halfstep.optim`: one pass, in place.
+        params, optimizer_state = cast(Any, optimizer).step(
+            params, optimizer_state, grads, **extra_args
+        )
+        return eqx.combine(params, model), optimizer_state
     updates, optimizer_state = optimizer.update(grads, optimizer_state, params, **extra_args)
     params = optax.apply_updates(params, updates)
     return eqx.combine(params, model), optimizer_state
@@ -76,6 +83,10 @@ def optimizer_update(
         assert (model["w"] < 1).all()
         ```
     """
+    if hasattr(optimizer, "step"):
+        # It skips by itself: a gate around it would have to hold both states at once.
+        finite = {} if as_predicate(grads_finite) is None else {"finite": grads_finite}
+        return apply_gradients(model, optimizer, optimizer_state, grads, **finite, **extra_args)
 
     def commit(state: tuple[M, Any]) -> tuple[M, Any]:
         return apply_gradients(state[0], optimizer, state[1], grads, **extra_args)

@@ -1,6 +1,8 @@
 """Compressed optimizers: parameters and their state in 5 bytes a parameter."""
 
 from halfstep.optim._check import StateError as StateError
+from halfstep.optim._compress import CompressedState as CompressedState, compress as compress
+from halfstep.optim._master import MasterState as MasterState, master as master
 from halfstep.optim._optimizers import (
     flash_adam as flash_adam,
     flash_adamw as flash_adamw,
@@ -8,4 +10,5 @@ from halfstep.optim._optimizers import (
     flash_sgd as flash_sgd,
 )
 from halfstep.optim._state import FlashState as FlashState
+from halfstep.optim._stored import coded as coded, stored_bytes as stored_bytes
 from halfstep.optim._transform import Transformation as Transformation

@@ -11,6 +11,7 @@ from halfstep._paths import path_string
 from halfstep.optim._layout import Layout
 from halfstep.optim._state import FlashState
 from halfstep.quant import Groups, Quantized
+from halfstep.quant._groups import groups_between
 
 
 class StateError(ValueError):
@@ -87,13 +88,9 @@ def _groups_of(path: str, leaf: Any, name: str, moment: Any) -> Groups | None:
         if moment.shape != leaf.shape:
             raise _misfit(path, leaf, name, moment)
         return None
-    pairs = zip(leaf.shape, moment.scale.shape, strict=False)
-    axes = [axis for axis, (dim, scales) in enumerate(pairs) if dim != scales]
-    if moment.codes.shape != leaf.shape or len(axes) != 1 or moment.scale.ndim != leaf.ndim:
+    groups = groups_between(leaf.shape, moment.scale.shape)
+    if moment.codes.shape != leaf.shape or groups is None:
         raise _misfit(path, leaf, name, moment.codes)
-    groups = Groups(axes[0] - leaf.ndim)
-    if groups.scale_shape(leaf.shape) != moment.scale.shape:
-        raise _misfit(path, leaf, name, moment.scale)
     return groups
 
 

@@ -60,19 +60,7 @@ def flash(recipe: Recipe) -> Transformation:
     def prepare(params: Any) -> tuple[Any, FlashState]:
         return _prepare(recipe, params)
 
-    return transformation(init, step, prepare, difference)
-
-
-def difference(new: Any, old: Any) -> Any:
-    """What `optax.apply_updates` is to add; of bfloat16 in float32, which is exact."""
-
-    def of(new: Any, old: Any) -> Any:
-        if not is_inexact(old):
-            return jnp.zeros_like(old) if hasattr(old, "dtype") else old
-        wide = jnp.promote_types(old.dtype, jnp.float32)
-        return new.astype(wide) - old.astype(wide)
-
-    return jax.tree.map(of, new, old)
+    return transformation(init, step, prepare)
 
 
 def _init(recipe: Recipe, params: Any) -> FlashState:

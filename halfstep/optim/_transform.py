@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
+
+from halfstep._leaves import is_inexact
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
@@ -26,7 +30,6 @@ def transformation(
     init: Callable[[Any], Any],
     step: Callable[..., tuple[Any, Any]],
     prepare: Callable[[Any], tuple[Any, Any]],
-    difference: Callable[[Any, Any], Any],
 ) -> Transformation:
     """An optimizer from what it does in one pass.
 
@@ -34,7 +37,6 @@ def transformation(
         init: Makes the state of parameters.
         step: Of parameters, state and gradients makes new parameters and a new state.
         prepare: Of float32 parameters makes those to compute with, and their state.
-        difference: What is to be added to old parameters to give new ones.
     """
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
@@ -50,3 +52,15 @@ def transformation(
     made = Transformation(*pair)
     made.step, made.prepare = step, prepare
     return made
+
+
+def difference(new: Any, old: Any) -> Any:
+    """What `optax.apply_updates` is to add; of bfloat16 in float32, which is exact."""
+
+    def of(new: Any, old: Any) -> Any:
+        if not is_inexact(old):
+            return jnp.zeros_like(old) if hasattr(old, "dtype") else old
+        wide = jnp.promote_types(old.dtype, jnp.float32)
+        return new.astype(wide) - old.astype(wide)
+
+    return jax.tree.map(of, new, old)

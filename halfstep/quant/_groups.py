@@ -79,3 +79,10 @@ def groups_for(
     ragged = [axis for axis in axes if parts[axis] == 1 and shape[axis] > size]
     chosen = [*full, *ragged]
     return Groups(chosen[0], size) if chosen else None
+
+
+def groups_between(shape: Sequence[int], scale_shape: Sequence[int]) -> Groups | None:
+    """The groups that an array of a shape and its scales were written with; `None` if none fit."""
+    axes = [axis for axis in range(-len(shape), 0) if tuple(shape) != tuple(scale_shape)]
+    found = [axis for axis in axes if Groups(axis).scale_shape(shape) == tuple(scale_shape)]
+    return Groups(found[0]) if found else None
