@@ -31,7 +31,7 @@ def compress(
     *,
     codes: Mapping[str, str | None] = _NO_RULES,
     min_size: int | None = None,
-    scale_dtype: Any = jnp.bfloat16,
+    scale_dtype: Any = "bfloat16",
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> Transformation:

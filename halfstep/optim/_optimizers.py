@@ -27,7 +27,7 @@ def flash_adamw(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = jnp.bfloat16,
+    scale_dtype: Any = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,
@@ -101,7 +101,14 @@ def flash_adam(
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
-    **options: Any,
+    *,
+    master_bits: MasterBits = "auto",
+    keep: Sequence[str] = (),
+    min_size: int | None = None,
+    scale_dtype: Any = "bfloat16",
+    rounding: Rounding = "nearest",
+    seed: int | None = None,
+    implementation: Implementation = None,
 ) -> Transformation:
     """Adam in 5 bytes a parameter: `flash_adamw` without weight decay.
 
@@ -110,12 +117,31 @@ def flash_adam(
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the denominator.
-        **options: Those of `flash_adamw` but `mask`.
+        master_bits: 24, 32 or `None`, see `flash_adamw`.
+        keep: Paths of parameters whose moments stay float32.
+        min_size: Parameters with fewer elements stay float32 too; 4096 by default.
+        scale_dtype: That of the scales: bfloat16 or float32.
+        rounding: `"nearest"` or `"stochastic"`, see `flash_adamw`.
+        seed: Where that randomness begins.
+        implementation: Who computes it, see `flash_adamw`.
 
     Returns:
         An optimizer of Optax's kind, which also has `step` and `prepare`.
     """
-    return flash_adamw(learning_rate, b1, b2, eps, 0.0, **options)
+    return flash_adamw(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        0.0,
+        master_bits=master_bits,
+        keep=keep,
+        min_size=min_size,
+        scale_dtype=scale_dtype,
+        rounding=rounding,
+        seed=seed,
+        implementation=implementation,
+    )
 
 
 def flash_lion(
@@ -128,7 +154,7 @@ def flash_lion(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = jnp.bfloat16,
+    scale_dtype: Any = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,
@@ -180,7 +206,7 @@ def flash_sgd(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = jnp.bfloat16,
+    scale_dtype: Any = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,

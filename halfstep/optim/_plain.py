@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from halfstep.kernels.flash_update._math import updated
 from halfstep.kernels.flash_update._spec import Moments, Scalars, Spec
@@ -12,7 +14,7 @@ from halfstep.quant import join, split
 
 def plain_zeros(leaf: Any, *, real: bool = False) -> Any:
     """A moment of zeros, in float32 or what is wider."""
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    dtype = np.promote_types(leaf.dtype, jnp.float32)
     if real and jnp.issubdtype(dtype, jnp.complexfloating):
         dtype = jnp.finfo(dtype).dtype
     return zeros(leaf.shape, dtype, leaf)
@@ -22,9 +24,11 @@ def plain_update(
     param: Any, low: Any, first: Any, second: Any, grad: Any, by: Scalars, spec: Spec
 ) -> tuple[Any, Any, Any, Any]:
     """One step of a parameter whose moments are stored as they are."""
-    wide = jnp.promote_types(param.dtype, jnp.float32)
+    wide = np.promote_types(param.dtype, jnp.float32)
     value = param.astype(wide) if low is None else join(param, low)
-    new = updated(Moments(value, first, second), grad.astype(wide), by, spec)
+    # Real hyperparameters meet complex values.
+    with jax.numpy_dtype_promotion("standard"):
+        new = updated(Moments(value, first, second), grad.astype(wide), by, spec)
     made = _written(new.value, param, low)
     keep = jnp.asarray(by.keep, bool)
     pairs = zip((*made, new.first, new.second), (param, low, first, second), strict=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from halfstep._leaves import is_inexact
@@ -60,7 +61,7 @@ def difference(new: Any, old: Any) -> Any:
     def of(new: Any, old: Any) -> Any:
         if not is_inexact(old):
             return jnp.zeros_like(old) if hasattr(old, "dtype") else old
-        wide = jnp.promote_types(old.dtype, jnp.float32)
+        wide = np.promote_types(old.dtype, jnp.float32)
         return new.astype(wide) - old.astype(wide)
 
     return jax.tree.map(of, new, old)

@@ -23,7 +23,7 @@ def quantize(
     code: str | Code = "int8",
     *,
     groups: Groups | None = None,
-    scale_dtype: Any = jnp.bfloat16,
+    scale_dtype: Any = "bfloat16",
     key: Key[Array, ""] | None = None,
 ) -> Quantized:
     """Write an array in few bits.
