@@ -9,6 +9,7 @@ from halfstep.optim._optimizers import (
     flash_lion as flash_lion,
     flash_sgd as flash_sgd,
 )
+from halfstep.optim._shardings import state_shardings as state_shardings
 from halfstep.optim._state import FlashState as FlashState
 from halfstep.optim._stored import coded as coded, stored_bytes as stored_bytes
 from halfstep.optim._transform import Transformation as Transformation

@@ -53,7 +53,7 @@ def flash(recipe: Recipe) -> Transformation:
         return _init(recipe, params)
 
     def step(
-        params: Any, state: FlashState, grads: Any, finite: Any = None, **_: Any
+        params: Any, state: Any, grads: Any, finite: Any = None, **_: Any
     ) -> tuple[Any, FlashState]:
         return _step(recipe, params, state, grads, finite)
 
@@ -128,7 +128,7 @@ def _prepare(recipe: Recipe, params: Any) -> tuple[Any, FlashState]:
 
 
 def _step(
-    recipe: Recipe, params: Any, state: FlashState, grads: Any, finite: Any
+    recipe: Recipe, params: Any, state: Any, grads: Any, finite: Any
 ) -> tuple[Any, FlashState]:
     leaves, treedef = jax.tree.flatten(params)
     groups = check_state(recipe.layout, recipe.moments, params, state)

@@ -13,8 +13,8 @@ from halfstep import optim
 class Row:
     """One optimizer: how ours is made, how Optax's is, and what its state may take."""
 
-    ours: Callable[..., optim.Transformation]
-    theirs: Callable[..., optax.GradientTransformation]
+    ours: Callable[..., Any]
+    theirs: Callable[..., Any]
     rate: float
     bytes_24: float
     """Bytes a parameter, with its state, for a master of 24 bits."""

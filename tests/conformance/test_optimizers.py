@@ -119,7 +119,8 @@ class TestSteps:
         )
         args = (params, state, normal(0, params), jnp.float32(entry.rate))
         compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
-        aliased = compiled.memory_analysis().alias_size_in_bytes
+        analysis: Any = compiled.memory_analysis()
+        aliased = analysis.alias_size_in_bytes
         # All of it but what is too small to count.
         assert aliased >= optim.stored_bytes(params, state) - 64
         for got, want in zip(
@@ -152,7 +153,7 @@ class TestSteps:
             assert leaf.ndim == 0 or leaf.sharding.is_equivalent_to(sharding, 2), leaf.shape
         grads = jax.device_put(normal(0, params), sharding)
         compiled = jax.jit(tx.step).lower(params, state, grads).compile()
-        text = compiled.as_text()
+        text = str(compiled.as_text())
         for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
             assert collective not in text
         new, new_state = compiled(params, state, grads)
@@ -209,7 +210,7 @@ class TestLeaves:
 
     def test_compiles_init_in_constant_time(self, name: str):
         params = jax.eval_shape(lambda: {"w": jnp.zeros((64, 4096, 4096), jnp.bfloat16)})
-        text = jax.jit(row(name).ours(1e-3).init).lower(params).compile().as_text()
+        text = str(jax.jit(row(name).ours(1e-3).init).lower(params).compile().as_text())
         assert "constant({" not in text
         assert len(text) < 20_000
 
@@ -263,7 +264,7 @@ class TestOptax:
         self.same(got["w"], self.bare(name, params)["w"])
 
     def test_multi_transform(self, name: str, params: Any):
-        transforms = {"flash": row(name).ours(row(name).rate), "none": optax.set_to_zero()}
+        transforms: Any = {"flash": row(name).ours(row(name).rate), "none": optax.set_to_zero()}
         tx = optax.multi_transform(transforms, {"w": "flash", "b": "none"})
         got = self.steps(tx, params)[0]
         self.same(got["w"], self.bare(name, params)["w"])
@@ -275,7 +276,7 @@ class TestOptax:
             "adam": optim.flash_adam,
             "lion": optim.flash_lion,
         }.get(name, optim.flash_sgd)
-        tx = optax.inject_hyperparams(factory)(learning_rate=row(name).rate)
+        tx: Any = optax.inject_hyperparams(factory)(learning_rate=row(name).rate)
         params, state = self.steps(tx, params)
         state.hyperparams["learning_rate"] = jnp.float32(0)
         updates, _ = tx.update(normal(5, params), state, params)

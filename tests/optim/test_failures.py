@@ -18,7 +18,7 @@ SHAPE = (128, 64)
 def moved(tx: Any, grads: Any, *, start: float = 0.0) -> np.ndarray:
     """How far float32 parameters go by a sequence of gradients, in learning rates."""
     params = {"w": jnp.full(SHAPE, start)}
-    state = tx.init(params)
+    before, state = params["w"], tx.init(params)
     step = jax.jit(tx.step)
     for grad in grads:
         before = params["w"]
@@ -93,7 +93,7 @@ def test_a_step_is_skipped_as_a_whole(finite: Any):
 
 def stale(rounding: Any) -> float:
     """The relative error of the second moment, long after gradients have become smaller."""
-    tx = optim.flash_adam(RATE, b2=0.999, rounding=rounding)
+    tx: Any = optim.flash_adam(RATE, b2=0.999, rounding=rounding)
     params = {"w": jnp.zeros(SHAPE)}
     state, exact = tx.init(params), jnp.zeros(SHAPE)
     sigmas = jnp.where(jnp.arange(2000) < 1000, 1.0, 0.1)
@@ -141,10 +141,11 @@ def test_steps_below_the_last_of_24_bits(options: Any, stalls: bool):
 @pytest.mark.parametrize("bits", [24, 32])
 @pytest.mark.usefixtures("standard_promotion")
 def test_applied_updates_are_the_step(bits: Any):
-    tx = optim.flash_adamw(RATE, master_bits=bits)
+    tx: Any = optim.flash_adamw(RATE, master_bits=bits)
     key = jax.random.key(0)
     params, state = tx.prepare({"w": jax.random.normal(key, SHAPE), "b": jnp.ones(3)})
-    other, other_state = params, state
+    other: Any = params
+    other_state: Any = state
     for number in range(3):
         grads = jax.tree.map(
             lambda p: jax.random.normal(jax.random.fold_in(key, number), p.shape, p.dtype),  # noqa: B023
