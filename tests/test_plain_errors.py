@@ -42,6 +42,14 @@ raises(TypeError, "`rules` is a sequence of rules; write rules=('op:tanh=compute
 raises(ValueError, "`mode` is 'autocast' or 'inputs'; got 'all'", lambda: hs.Policy(mode="all"))
 raises(ValueError, "a rule's outcome is one of compute, float32",
        lambda: hs.PrecisionRule("bf16", op="tanh"))
+raises(ValueError, "kind must be one of split16, split8, float32, stochastic; got 'split12'",
+       lambda: hs.optim.master(None, "split12"))
+raises(ValueError, "master_bits must be 24, 32, 'auto' or None, and not traced; got 16",
+       lambda: hs.optim.flash_adamw(1e-3, master_bits=16))
+raises(ValueError, "rounding must be 'nearest' or 'stochastic'; got 'up'",
+       lambda: hs.optim.flash_lion(1e-3, rounding="up"))
+raises(ValueError, "scale_dtype must be bfloat16 or float32; got float16",
+       lambda: hs.optim.flash_sgd(1e-3, scale_dtype="float16"))
 print("all raised")
 """
 
