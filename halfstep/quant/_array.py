@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Key, Shaped
 
 from halfstep.quant._codes import Code, as_code, scale_of
 from halfstep.quant._groups import Groups, groups_for
-from halfstep.quant._split import widened
+from halfstep.quant._split import check_dtype, widened
 
 
 class Quantized(NamedTuple):
@@ -28,15 +29,17 @@ def quantize(
 ) -> Quantized:
     """Write an array in few bits.
 
+    A value that is not finite makes its group NaN.
+
     Args:
-        value: What is written. For codes of roots, `"root8"`, `"root4"` and `"rootf8"`, values that
-            are not negative, such as second moments.
+        value: What is written, in float32. For codes of roots, `"root8"`, `"root4"` and `"rootf8"`,
+            values that are not negative, such as second moments.
         code: The name of a code: `"int8"`, `"root8"`, `"int4"`, `"root4"`, `"f8"` or `"rootf8"`.
         groups: Which elements share a scale; by default 32 along the last axis but one.
             Of 4 bits, an even number of them.
-        scale_dtype: That of the scales: bfloat16 or float32.
-        key: With one, codes are rounded up or down at random, so that the mean of many is right.
-            Codes that are floats are always rounded to the nearest.
+        scale_dtype: That of the scales: bfloat16, rounded up, or float32.
+        key: With one, codes are rounded up or down at random, so that the mean of many decoded
+            values is right. Codes that are floats are always rounded to the nearest.
 
     Returns:
         The codes and the scales.
@@ -55,7 +58,12 @@ def quantize(
         assert jnp.max(error) < jnp.max(abs(value)) / 64
         ```
     """
-    code, groups = as_code(code), groups or groups_of(value.shape)
+    code = as_code(code)
+    check_dtype(value, jnp.float32, "quantize")
+    groups = _checked(groups or groups_of(value.shape), value.shape, code)
+    if np.dtype(scale_dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        name = np.dtype(scale_dtype).name
+        raise ValueError(f"scale_dtype must be bfloat16 or float32; got {name}.")
     divided = groups.divided(value)
     coded = jnp.sqrt(divided) if code.is_root else divided
     axis = divided.ndim + groups.axis
@@ -82,14 +90,16 @@ def dequantize(
         array: Codes and scales.
         code: The code that they were written with.
         groups: The groups that they were written with.
-        shape: Of the values. Only codes of 4 bits need it, where two values share a byte.
+        shape: Of the values. Only codes of 4 bits need it, where two values share a byte: without
+            it what fills a last group comes too.
 
     Returns:
         Float32 values.
     """
     code = as_code(code)
-    shape = shape or _value_shape(array, code)
-    groups = groups or groups_of(shape)
+    shape = _value_shape(array, code, groups) if shape is None else shape
+    groups = _checked(groups or groups_of(shape), shape, code)
+    _check_fits(array, code, groups, shape)
     if code.bits == 4:
         axis = len(shape) + groups.axis
         half = Groups(groups.axis, groups.size // 2)
@@ -103,8 +113,36 @@ def dequantize(
 def groups_of(shape: tuple[int, ...]) -> Groups:
     """The groups of an array that is on one device: of small ones all that there is."""
     if not shape:
-        raise ValueError("a scalar has no groups; quantize arrays of one dimension or more")
-    return groups_for(shape) or Groups(-1, max(2, shape[-1]))
+        raise ValueError(
+            "a scalar has no groups: required an array of one dimension or more; got shape=(). "
+            "Keep it as it is, or reshape it to (1,)."
+        )
+    # Of an even size, for codes of 4 bits.
+    return groups_for(shape) or Groups(-1, max(2, shape[-1] + shape[-1] % 2))
+
+
+def _checked(groups: Groups, shape: tuple[int, ...], code: Code) -> Groups:
+    if not -len(shape) <= groups.axis < 0:
+        raise ValueError(
+            f"groups.axis is counted from the end, from -1 to -{len(shape)} for an array of shape "
+            f"{list(shape)}; got axis={groups.axis}."
+        )
+    if groups.size < 1 or (code.bits == 4 and groups.size % 2):
+        even = "even, since two codes share a byte" if code.bits == 4 else "1 or more"
+        raise ValueError(f"groups.size must be {even}; got size={groups.size}, code={code.name!r}.")
+    return groups
+
+
+def _check_fits(array: Quantized, code: Code, groups: Groups, shape: tuple[int, ...]) -> None:
+    wanted = (_stored_shape(shape, code, groups), groups.scale_shape(shape))
+    got = (array.codes.shape, array.scale.shape)
+    if got != wanted or array.codes.dtype != code.dtype:
+        raise ValueError(
+            f"an array of shape {list(shape)} in {code.name!r}, in groups of {groups.size} along "
+            f"axis {groups.axis}, has codes of {code.dtype.name}{list(wanted[0])} and scales of "
+            f"shape {list(wanted[1])}; got {array.codes.dtype.name}{list(got[0])} and "
+            f"{list(got[1])}. Pass the code, the groups and the shape that it was written with."
+        )
 
 
 def _packed(codes: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
@@ -129,9 +167,13 @@ def _stored_shape(shape: tuple[int, ...], code: Code, groups: Groups) -> tuple[i
     return tuple(dims)
 
 
-def _value_shape(array: Quantized, code: Code) -> tuple[int, ...]:
+def _value_shape(array: Quantized, code: Code, groups: Groups | None) -> tuple[int, ...]:
     """The shape of what was written, if its groups were full."""
+    dims = list(array.codes.shape)
     if code.bits == 8:
-        return array.codes.shape
-    pairs = zip(array.codes.shape, array.scale.shape, strict=True)
-    return tuple(stored if stored == scales else 2 * stored for stored, scales in pairs)
+        return tuple(dims)
+    pairs = zip(dims, array.scale.shape, strict=True)
+    divided = [i for i, (stored, scales) in enumerate(pairs) if stored != scales]
+    # Groups of two have as many bytes as scales; those that are made by default are the last axis.
+    dims[groups.axis if groups else divided[0] if divided else -1] *= 2
+    return tuple(dims)

@@ -27,8 +27,11 @@ class Code:
     """One way to write values of a group in few bits.
 
     A group has a scale: the largest magnitude in it, rounded up, so that no code is out of range.
-    A positive value never gets the code of zero, however much larger its neighbors are: a second
-    moment of zero would let its parameter step by thousands of learning rates.
+    In a code of roots no value gets the code of zero, however much larger its neighbors are: a
+    second moment of zero would let its parameter step by thousands of learning rates.
+
+    Scales may be as large as `2**126`. What is so small that float32 holds it as a denormal number
+    is zero where the hardware takes those for zero.
     """
 
     name: str
@@ -55,24 +58,27 @@ class Code:
             value: The values; of a code of roots, their square roots.
             scale: At least the largest magnitude of its group, for every value.
             noise: Of [0, 1), for every value: codes are then rounded up or down at random, with
-                the probability that makes their mean right. Nearest without it.
+                the probability that makes the mean of what they decode to right; of a code of
+                roots, the mean of its square. Nearest without it, and always for floats.
         """
         if self.curve in (Curve.FLOAT, Curve.ROOT_FLOAT):
             return self._encode_float(value, scale)
         if self.curve is Curve.SOFTSIGN:
             # With x = value / scale, 2x / (1 + |x|): one division.
-            position = 2 * self.limit * value / jnp.maximum(scale + jnp.abs(value), _TINY)
-            return _rounded(position, noise).astype(self.stored)
-        position = value * (self.limit / jnp.maximum(scale, _TINY))
-        return jnp.clip(_rounded(position, noise), 1, self.limit).astype(self.stored)
+            total = jnp.maximum(scale + jnp.abs(value), _TINY)
+            position = 2 * self.limit * (value / total)
+            return self._signed(position, noise).astype(self.stored)
+        position = value * (self.limit / jnp.maximum(scale, _TINY_ROOT))
+        return jnp.clip(_root(position, noise), 1, self.limit).astype(self.stored)
 
     def decode(self, codes: Shaped[Array, "..."], scale: Values) -> Values:
         """The values of codes; of a code of roots, the square roots of the values."""
-        if self.curve in (Curve.FLOAT, Curve.ROOT_FLOAT):
-            return codes.astype(jnp.float32) * (scale * (1 / self.limit))
         position = codes.astype(jnp.float32)
         if self.curve is Curve.SOFTSIGN:
-            return scale * position / (2 * self.limit - jnp.abs(position))
+            return scale * (position / (2 * self.limit - jnp.abs(position)))
+        if self.curve is Curve.FLOAT:
+            # Not a share of the scale first: that of a small one would be none.
+            return scale * (position * (1 / self.limit))
         return position * (scale * (1 / self.limit))
 
     @property
@@ -82,16 +88,27 @@ class Code:
             return self.dtype
         return jnp.int8 if self.curve is Curve.SOFTSIGN else jnp.uint8
 
+    def _signed(self, position: Values, noise: Any) -> Values:
+        if noise is None:
+            return jnp.round(position)
+        size = jnp.abs(position)
+        below = jnp.floor(size)
+        # How far the value is on its way between those of two codes, x = size / (2 limit - size).
+        chance = (size - below) * (2 * self.limit - 1 - below) / (2 * self.limit - size)
+        return jnp.copysign(jnp.where(noise < chance, below + 1, below), position)
+
     def _encode_float(self, value: Values, scale: Values) -> Shaped[Array, "..."]:
-        position = value * (self.limit / jnp.maximum(scale, _TINY))
+        position = self.limit * (value / jnp.maximum(scale, _TINY))
         position = jnp.clip(position, -self.limit, self.limit)
         if self.is_root:
             position = jnp.maximum(position, float(jnp.finfo(self.dtype).smallest_subnormal))
         return position.astype(self.dtype)
 
 
-# Below it, quotients of it are not finite.
+# Instead of a scale of zero, to divide by: no other scale is below it, and a quotient is finite.
+# A square root is far from the smallest normal number, and its reciprocal has room for a limit.
 _TINY = float(np.finfo(np.float32).tiny)
+_TINY_ROOT = 2.0**-100
 
 _FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 CODES = MappingProxyType(
@@ -124,10 +141,17 @@ def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:
     if np.dtype(dtype) == np.float32:
         return magnitude
     word = bitcast_convert_type(magnitude, jnp.uint32)
-    high = ((word + 0xFFFF) >> 16).astype(jnp.uint16)
-    # A NaN stays one, however few bits it has, and infinity does not become one.
-    return bitcast_convert_type(high, jnp.bfloat16)
+    high = (word + 0xFFFF) >> 16
+    # The last NaNs would be carried into the sign.
+    high = high - (high >> 15)
+    return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 
-def _rounded(position: Values, noise: Any) -> Values:
-    return jnp.round(position) if noise is None else jnp.floor(position + noise)
+def _root(position: Values, noise: Any) -> Values:
+    if noise is None:
+        return jnp.round(position)
+    below = jnp.floor(position)
+    # How far the square is on its way between those of two codes: a moment is averaged over
+    # hundreds of steps, and roundings whose roots are right on average would add up in it.
+    chance = (position - below) * (position + below) / (2 * below + 1)
+    return jnp.where(noise < chance, below + 1, below)

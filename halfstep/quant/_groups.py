@@ -70,8 +70,11 @@ def groups_for(
         size: How many elements share a scale.
 
     Returns:
-        The groups; `None` if every axis that would do is divided within a group.
+        The groups; `None` if every axis that would do is divided within a group, and for arrays
+            without elements.
     """
+    if 0 in shape:
+        return None
     parts = tuple(shards) or (1,) * len(shape)
     axes = (-2, -1, *range(-3, -len(shape) - 1, -1)) if len(shape) > 1 else (-1,)
     axes = [axis for axis in axes if -axis <= len(shape)]

@@ -1,6 +1,6 @@
 """A float32 value as a bfloat16 and what it lacks: an exact split of its bits."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
@@ -17,10 +17,14 @@ def split(
 ) -> tuple[BFloat16[Array, "..."], Low]:
     """Split float32 values into bfloat16 ones, to compute with, and the rest of their bits.
 
-    It is done with integers. 16 more bits give back every float32 value bit for bit, denormal ones
-    and zeros with a sign too; 8 more bits round it to 24 bits first, which is within `2**-16` of
-    it. The bfloat16 is the nearest one, of two that are equally near the larger. Whatever is not a
-    number stays none.
+    It is done with integers. 16 more bits give back every float32 value bit for bit, denormal ones,
+    zeros with a sign and infinities too. 8 more bits round it to 24 bits first, which is within
+    `2**-16` of every normal value; what is less than half a step below infinity, from
+    `2**128 - 2**111` on, becomes infinite. The bfloat16 is the one nearest to what `join` gives
+    back, of two that are equally near the one of larger magnitude; it is infinite from
+    `2**128 - 2**119` on, and the rest still leads back to the finite value.
+
+    A NaN is joined to a NaN, but not to every one of their bits, and its bfloat16 may be infinite.
 
     Args:
         value: What is split.
@@ -42,6 +46,9 @@ def split(
         assert quant.join(high, low) == value
         ```
     """
+    check_dtype(value, jnp.float32, "split")
+    if bits not in (8, 16):
+        raise ValueError(f"bits must be 8 or 16; got {bits!r}.")
     word = bitcast_convert_type(value, jnp.uint32)
     sign, size = word & jnp.uint32(0x80000000), word & jnp.uint32(0x7FFFFFFF)
     if bits == 8:
@@ -80,6 +87,9 @@ def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
         assert 0 < abs(near - value) <= 2**-16 * value
         ```
     """
+    check_dtype(high, jnp.bfloat16, "join")
+    if low.dtype not in (jnp.int8, jnp.int16):
+        raise TypeError(f"join needs the rest in int8 or int16; got {low.dtype.name}.")
     word = bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
     rest = low.astype(jnp.int32)
     rest = rest << 8 if low.dtype == jnp.int8 else rest
@@ -92,3 +102,13 @@ def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:
         word = bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32) << 16
         return bitcast_convert_type(word, jnp.float32)
     return value.astype(jnp.float32)
+
+
+def check_dtype(value: Shaped[Array, "..."], dtype: Any, who: str) -> None:
+    """Raise unless an array is of a dtype, whose bits are to be read."""
+    wanted = jnp.dtype(dtype)
+    if value.dtype != wanted:
+        raise TypeError(
+            f"{who} needs {wanted.name}; got {value.dtype.name}{list(value.shape)}. "
+            f"Convert it: value.astype(jnp.{wanted.name})."
+        )

@@ -5,11 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import bitcast_convert_type
 from jaxtyping import Array, Float32, Key, Shaped
 
-_WORDS = MappingProxyType({1: jnp.uint8, 2: jnp.uint16})
+from halfstep.quant._split import check_dtype
 
 
 def stochastic_round(
@@ -21,9 +20,12 @@ def stochastic_round(
     roundings the value itself. What the format can hold is never changed. Beyond the largest
     finite value it is rounded as a conversion rounds, and what is not finite stays so.
 
+    To bfloat16 it is done with integers, and holds for denormal values as well. Other formats have
+    no values near float32's denormal ones: those are rounded to zero.
+
     Args:
-        value: What is rounded.
-        dtype: A float format of 16 or 8 bits.
+        value: What is rounded, in float32.
+        dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
         key: Where randomness comes from. The same key gives the same result.
 
     Returns:
@@ -42,7 +44,28 @@ def stochastic_round(
         ```
     """
     dtype = jnp.dtype(dtype)
-    word = _word(dtype)
+    if dtype not in _WORDS:
+        raise TypeError(
+            f"stochastic_round needs a dtype of {', '.join(d.name for d in _WORDS)}; got "
+            f"{dtype.name}."
+        )
+    check_dtype(value, jnp.float32, "stochastic_round")
+    if dtype == jnp.bfloat16:
+        return _to_bfloat16(value, key)
+    return _to_float(value, dtype, jax.random.uniform(key, value.shape, jnp.float32))
+
+
+def _to_bfloat16(value: Any, key: Any) -> Any:
+    word = bitcast_convert_type(value, jnp.uint32)
+    noise = jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
+    high = ((word + noise) >> 16).astype(jnp.uint16)
+    is_inside = (word & 0x7FFFFFFF) <= _LARGEST_BFLOAT16
+    moved = bitcast_convert_type(high, jnp.bfloat16)
+    return jnp.where(is_inside, moved, value.astype(jnp.bfloat16))
+
+
+def _to_float(value: Any, dtype: Any, noise: Any) -> Any:
+    word = _WORDS[dtype]
     nearest = value.astype(dtype)
     back = nearest.astype(jnp.float32)
     # The neighbor on the other side of the value: one code up or down in magnitude.
@@ -54,17 +77,18 @@ def stochastic_round(
     other = jnp.where(
         back == 0, jnp.copysign(smallest.astype(jnp.float32), value), other.astype(jnp.float32)
     )
-    gap = other - back
-    chance = jnp.where(gap == 0, 0, (value - back) / gap)
-    noise = jax.random.uniform(key, value.shape, jnp.float32)
+    chance = (value - back) / (other - back)
     moved = jnp.where(noise < chance, other, back)
     inside = jnp.isfinite(back) & jnp.isfinite(other) & jnp.isfinite(value)
     return jnp.where(inside, moved, back).astype(dtype)
 
 
-def _word(dtype: np.dtype) -> Any:
-    if dtype.itemsize not in _WORDS or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"stochastic_round needs a float format of 16 or 8 bits; got dtype={dtype.name}"
-        )
-    return _WORDS[dtype.itemsize]
+_LARGEST_BFLOAT16 = 0x7F7F0000
+_WORDS = MappingProxyType(
+    {
+        jnp.dtype(jnp.bfloat16): jnp.uint16,
+        jnp.dtype(jnp.float16): jnp.uint16,
+        jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
+        jnp.dtype(jnp.float8_e5m2): jnp.uint8,
+    }
+)
