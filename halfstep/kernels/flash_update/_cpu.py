@@ -1,0 +1,244 @@
+"""The update for XLA:CPU: a few passes over a leaf, each of one fused loop that all cores share.
+
+XLA:CPU gives a fused loop one result, so the plain form keeps what several results need in arrays
+of float32, 19 bytes an element. Here every array has a pass of its own, which decodes again what it
+needs and writes where it has read. Only the low bits are held twice, while the parameter is
+written: 1 byte an element.
+
+Two things keep the compiler from merging passes again. Each decodes values with a zero added that
+it cannot know to be one, and that zero is read from what the pass before has written, which also
+puts the passes in order. Reductions are written as maxima of slices, which become loops over
+columns; those of `jnp.max` do not.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import bitcast_convert_type
+
+from halfstep.kernels.flash_update import _reference
+from halfstep.kernels.flash_update._math import noise, updated
+from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
+from halfstep.quant._codes import scale_of
+from halfstep.quant._split import join, split, widened
+
+MIN_SIZE = 1 << 20
+"""Smaller leaves are updated in the plain form: they fit in caches, and passes cost more."""
+
+# XLA stops merging where one value would be computed at more than 15 places.
+_FOLD = 8
+
+
+def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, min_size: int = MIN_SIZE) -> Leaf:
+    """One step of a leaf, as `_reference.update` computes it.
+
+    Args:
+        leaf: The parameter and its state, on one device.
+        grad: Its gradient.
+        by: The hyperparameters of the step.
+        spec: Which optimizer it is, and how its state is written.
+        min_size: Leaves of fewer elements take the plain form.
+    """
+    if not _fits(leaf, grad, spec) or leaf.param.size < min_size:
+        return _reference.update(leaf, grad, by, spec)
+    keep = jnp.asarray(by.keep, bool)
+    passes = _Passes(leaf, grad, by, spec)
+    # Of an argument: read from a result it would be one more use of all that makes it.
+    zero = _zero_after(leaf.first)
+    always = zero == 0
+    low = None
+    if leaf.low is not None:
+        low = jnp.where(keep, passes.low(zero), leaf.low)
+        zero = _after(low, always)
+    param = jnp.where(keep, passes.param(zero), leaf.param)
+    scales = passes.scales(_after(param, always), always)
+    zero = _after(scales[0], always)
+    first = jnp.where(keep, passes.first(zero, scales[0]), leaf.first)
+    zero = _after(first, always)
+    second = second_scale = None
+    if leaf.second is not None:
+        second = jnp.where(keep, passes.second(zero, scales[1]), leaf.second)
+        zero = _after(second, always)
+        second_scale = _stored(scales[1], zero, leaf.second_scale, keep)
+    first_scale = _stored(scales[0], zero, leaf.first_scale, keep)
+    return Leaf(param, low, first, first_scale, second, second_scale)
+
+
+def _fits(leaf: Leaf, grad: Any, spec: Spec) -> bool:
+    shape, groups = leaf.param.shape, spec.groups
+    floats = (jnp.bfloat16, jnp.float32)
+    return (
+        leaf.first is not None
+        and leaf.first.dtype == jnp.int8
+        and (leaf.second is None or leaf.second.dtype == jnp.uint8)
+        and leaf.param.dtype in floats
+        and grad.dtype in floats
+        and len(shape) > 1
+        and groups.axis == -2
+        and shape[-2] % groups.size == 0
+        and groups.size % _FOLD == 0
+        and math.prod(shape) > 0
+    )
+
+
+class _Passes(NamedTuple):
+    """What is computed in one pass each. `zero` is one that the compiler does not know."""
+
+    leaf: Leaf
+    grad: Any
+    by: Scalars
+    spec: Spec
+
+    def low(self, zero: Any) -> Any:
+        """The bits that the parameter lacks."""
+        return self._split(zero)[1]
+
+    def param(self, zero: Any) -> Any:
+        """The parameter."""
+        if self.leaf.low is None:
+            return self._new(zero).value.astype(self.leaf.param.dtype)
+        return self._split(zero)[0]
+
+    def first(self, zero: Any, scale: Any) -> Any:
+        """The codes of the first moment."""
+        new = self._new(zero)
+        return self.spec.first.encode(new.first, self._spread(_wide_scale(scale)))
+
+    def second(self, zero: Any, scale: Any) -> Any:
+        """The codes of the second moment."""
+        chances = None
+        if self.spec.stochastic:
+            words = noise(self.leaf.param.shape, self.by.seed, stream=1)
+            chances = (words >> 8).astype(jnp.float32) * 2.0**-24
+        wide = self._spread(_wide_scale(scale))
+        return self.spec.second.encode(self._new(zero).root, wide, noise=chances)
+
+    def scales(self, zero: Any, always: Any) -> list[Any]:
+        """The scales of both moments, as words: in two passes, of which the second is small."""
+        leaf, groups = self.leaf, self.spec.groups
+        first = (leaf.first, leaf.first_scale)
+        second = () if leaf.second is None else (leaf.second, leaf.second_scale)
+        shape = groups.scale_shape(leaf.param.shape)
+        parts = (*shape[:-1], groups.size // _FOLD, shape[-1])
+        words = [_word_dtype(scale) for scale in (first[1], *second[1:])]
+        largest = _barrier(self._largest, [jax.ShapeDtypeStruct(parts, w) for w in words], always)
+        found = largest(zero, self.grad, *first, *second)
+        whole = _barrier(_over_parts, [jax.ShapeDtypeStruct(shape, w) for w in words], always)
+        return list(whole(*found))
+
+    def _largest(self, zero: Any, grad: Any, *moments: Any) -> list[Any]:
+        """The scales of each eight elements."""
+        folded = [self._folded(x) for x in (_words(grad), moments[0], *moments[2:3])]
+        wide = [_opaque(widened(s), zero)[..., None, :] for s in (moments[1], *moments[3:])]
+        found: list[Any] = []
+        for row in range(_FOLD):
+            grad_row, *codes = (x[..., row, :] for x in folded)
+            old = [
+                code.decode(c, s)
+                for code, c, s in zip((self.spec.first, self.spec.second), codes, wide, strict=False)
+            ]
+            moments_row = Moments(jnp.float32(0), old[0], old[1] * old[1] if old[1:] else None)
+            new = updated(moments_row, _opaque(_floats(grad_row), zero), self.by, self.spec)
+            # Of values that are not negative, words are in their order, and NaN is the largest.
+            magnitudes = [jnp.abs(new.first), *([new.second] if old[1:] else [])]
+            row_words = [bitcast_convert_type(x, jnp.int32) for x in magnitudes]
+            found = [*map(jnp.maximum, found, row_words)] if found else row_words
+        values = [bitcast_convert_type(x, jnp.float32) for x in found]
+        values = [values[0], *map(jnp.sqrt, values[1:])]
+        dtypes = [s.dtype for s in (moments[1], *moments[3:])]
+        return [_words(scale_of(*pair)) for pair in zip(values, dtypes, strict=True)]
+
+    def _new(self, zero: Any) -> Moments:
+        """The values after the step. What a pass does not use of them is not computed."""
+        leaf, spec = self.leaf, self.spec
+        if leaf.low is None:
+            value = _opaque(widened(leaf.param), zero)
+        else:
+            value = join(leaf.param, leaf.low ^ zero.astype(leaf.low.dtype))
+        second = None
+        if leaf.second is not None:
+            root = spec.second.decode(leaf.second, self._scale(leaf.second_scale, zero))
+            second = root * root
+        first = spec.first.decode(leaf.first, self._scale(leaf.first_scale, zero))
+        grad = _opaque(widened(self.grad), zero)
+        return updated(Moments(value, first, second), grad, self.by, spec)
+
+    def _split(self, zero: Any) -> tuple[Any, Any]:
+        words = None
+        if self.spec.stochastic:
+            words = noise(self.leaf.param.shape, self.by.seed + zero, stream=0)
+        bits = 8 if self.leaf.low.dtype == jnp.int8 else 16
+        return split(self._new(zero).value, bits=bits, noise=words)
+
+    def _scale(self, scale: Any, zero: Any) -> Any:
+        return self._spread(_opaque(widened(scale), zero))
+
+    def _spread(self, scale: Any) -> Any:
+        """Scales of every element, in the shape of the leaf: only then is it written in place."""
+        shape, size = self.leaf.param.shape, self.spec.groups.size
+        rows = (*scale.shape[:-1], size, scale.shape[-1])
+        return jnp.broadcast_to(scale[..., None, :], rows).reshape(shape)
+
+    def _folded(self, value: Any) -> Any:
+        """Rows of a group in parts of eight."""
+        *lead, rows, columns = value.shape
+        size = self.spec.groups.size
+        return value.reshape(*lead, rows // size, size // _FOLD, _FOLD, columns)
+
+
+def _over_parts(*parts: Any) -> list[Any]:
+    slices = ([x[..., row, :] for row in range(x.shape[-2])] for x in parts)
+    return [functools.reduce(jnp.maximum, rows) for rows in slices]
+
+
+def _stored(words: Any, zero: Any, old: Any, keep: Any) -> Any:
+    new = bitcast_convert_type(words ^ zero.astype(words.dtype), old.dtype)
+    return jnp.where(keep, new, old)
+
+
+def _opaque(value: Any, zero: Any) -> Any:
+    """A value that the compiler takes for another one."""
+    return bitcast_convert_type(bitcast_convert_type(value, jnp.uint32) ^ zero, jnp.float32)
+
+
+def _after(value: Any, always: Any) -> Any:
+    """Zero, known when `value` is."""
+    return _barrier(_zero_after, jax.ShapeDtypeStruct((), jnp.uint32), always)(value)
+
+
+def _zero_after(value: Any) -> Any:
+    word = _words(value[(0,) * value.ndim])
+    return ((word | 1) == 0).astype(jnp.uint32)
+
+
+def _barrier(compute: Callable[..., Any], made: Any, always: Any) -> Callable[..., Any]:
+    """A function that is compiled by itself: in a branch that is always taken."""
+
+    def call(*operands: Any) -> Any:
+        def nothing(*_: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+
+        return jax.lax.cond(always, compute, nothing, *operands)
+
+    return call
+
+
+def _word_dtype(value: Any) -> Any:
+    return {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[value.dtype.itemsize]
+
+
+def _words(value: Any) -> Any:
+    return bitcast_convert_type(value, _word_dtype(value))
+
+
+def _floats(words: Any) -> Any:
+    if words.dtype == jnp.uint16:
+        words = words.astype(jnp.uint32) << 16
+    return bitcast_convert_type(words, jnp.float32)
+
+
+_wide_scale = _floats
