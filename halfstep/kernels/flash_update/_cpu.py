@@ -106,7 +106,7 @@ class _Passes(NamedTuple):
     def first(self, zero: Any, scale: Any) -> Any:
         """The codes of the first moment."""
         new = self._new(zero)
-        return self.spec.first.encode(new.first, self._spread(_wide_scale(scale)))
+        return self.spec.first.encode(new.first, self._spread(_floats(scale)))
 
     def second(self, zero: Any, scale: Any) -> Any:
         """The codes of the second moment."""
@@ -114,7 +114,7 @@ class _Passes(NamedTuple):
         if self.spec.stochastic:
             words = noise(self.leaf.param.shape, self.by.seed, stream=1)
             chances = (words >> 8).astype(jnp.float32) * 2.0**-24
-        wide = self._spread(_wide_scale(scale))
+        wide = self._spread(_floats(scale))
         return self.spec.second.encode(self._new(zero).root, wide, noise=chances)
 
     def scales(self, zero: Any, always: Any) -> list[Any]:
@@ -139,7 +139,9 @@ class _Passes(NamedTuple):
             grad_row, *codes = (x[..., row, :] for x in folded)
             old = [
                 code.decode(c, s)
-                for code, c, s in zip((self.spec.first, self.spec.second), codes, wide, strict=False)
+                for code, c, s in zip(
+                    (self.spec.first, self.spec.second), codes, wide, strict=False
+                )
             ]
             moments_row = Moments(jnp.float32(0), old[0], old[1] * old[1] if old[1:] else None)
             new = updated(moments_row, _opaque(_floats(grad_row), zero), self.by, self.spec)
@@ -170,7 +172,8 @@ class _Passes(NamedTuple):
     def _split(self, zero: Any) -> tuple[Any, Any]:
         words = None
         if self.spec.stochastic:
-            words = noise(self.leaf.param.shape, self.by.seed + zero, stream=0)
+            seed = self.by.seed.astype(jnp.uint32) + zero
+            words = noise(self.leaf.param.shape, seed, stream=0)
         bits = 8 if self.leaf.low.dtype == jnp.int8 else 16
         return split(self._new(zero).value, bits=bits, noise=words)
 
@@ -239,6 +242,3 @@ def _floats(words: Any) -> Any:
     if words.dtype == jnp.uint16:
         words = words.astype(jnp.uint32) << 16
     return bitcast_convert_type(words, jnp.float32)
-
-
-_wide_scale = _floats
