@@ -59,7 +59,8 @@ def split(
         size = jnp.where(is_nan, jnp.uint32(0x7FC00000), size)
     else:
         # The last NaNs would be carried into the sign; they become the one before.
-        size = jnp.minimum(size, jnp.uint32(0x7FFF7FFF))
+        last = jnp.uint32(0x7FFF7FFF)
+        size = jnp.where(size > last, last, size)
     word = sign | size
     high = (word + 0x8000) >> 16
     low = bitcast_convert_type(word - (high << 16), jnp.int32)

@@ -37,7 +37,7 @@ def _adam(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
 
 def _lion(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
     del spec
-    step = jnp.sign(by.b1 * old.first + (1 - by.b1) * grad)
+    step = _sign(by.b1 * old.first + (1 - by.b1) * grad)
     first = by.b2 * old.first + (1 - by.b2) * grad
     return Moments(_stepped(old.value, step, by), first, None)
 
@@ -55,6 +55,13 @@ def _square(grad: Any) -> Any:
     return grad.real**2 + grad.imag**2 if jnp.iscomplexobj(grad) else grad * grad
 
 
+def _sign(step: Any) -> Any:
+    # By comparing: of `jnp.sign`, JAX asks which TPU is there, and where one only compiles none is.
+    if jnp.iscomplexobj(step):
+        return jnp.sign(step)
+    return (step > 0).astype(step.dtype) - (step < 0).astype(step.dtype)
+
+
 def _stepped(value: Any, step: Any, by: Scalars) -> Any:
     return value - by.rate * (step + by.decay * value)
 
@@ -68,6 +75,11 @@ def noise(shape: tuple[int, ...], seed: Any, *, stream: int) -> Any:
     at = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         at = at * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return hashed(at, seed, stream=stream)
+
+
+def hashed(at: Any, seed: Any, *, stream: int) -> Any:
+    """The words of `noise` at places: what a kernel that has a part of an array draws from."""
     word = at * jnp.uint32(0x9E3779B9) + seed.astype(jnp.uint32) * jnp.uint32(2 * stream + 1)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         word = (word ^ (word >> shift)) * jnp.uint32(factor)

@@ -1,0 +1,129 @@
+"""The update of one block, as it is inside of every kernel, and how a leaf is cut into blocks."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from halfstep.kernels.flash_update._math import hashed, updated
+from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
+from halfstep.quant._codes import Code, scale_of
+from halfstep.quant._groups import Groups
+from halfstep.quant._split import join, split, widened
+
+
+class View(NamedTuple):
+    """A leaf as a kernel sees it: in three dimensions, with groups along one of the last two."""
+
+    shape: tuple[int, int, int]
+    groups: Groups
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of its scales."""
+        return self.groups.scale_shape(self.shape)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last group is not full."""
+        return self.shape[self.groups.axis] % self.groups.size != 0
+
+    def scale_block(self, block: tuple[int, int]) -> tuple[int, int]:
+        """The scales that belong to a block."""
+        rows, cols = block
+        size = self.groups.size
+        return (rows // size, cols) if self.groups.axis == -2 else (rows, cols // size)
+
+    def position(self, block: Any, start: tuple[Any, Any, Any]) -> Any:
+        """Where each element of a block is in the whole leaf: what its random words depend on."""
+        _, rows, cols = self.shape
+        full = self.groups.count(self.shape) * self.groups.size
+        rows, cols = (full, cols) if self.groups.axis == -2 else (rows, full)
+        lead, row, col = (jnp.asarray(i, jnp.int32) for i in start)
+        at = (lead * rows + row + jax.lax.broadcasted_iota(jnp.int32, block, 0)) * cols
+        return (at + col + jax.lax.broadcasted_iota(jnp.int32, block, 1)).astype(jnp.uint32)
+
+
+def view_of(shape: tuple[int, ...], groups: Groups) -> View:
+    """A leaf in three dimensions; in memory of rows after one another it lies as it lay."""
+    if groups.axis == -1:
+        return View((1, math.prod(shape[:-1]), shape[-1]), groups)
+    axis = len(shape) + groups.axis
+    lead, rows, cols = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    if rows % groups.size == 0:
+        lead, rows = 1, lead * rows
+    return View((lead, rows, cols), Groups(-2, groups.size))
+
+
+def update_block(
+    leaf: Leaf, grad: Any, by: Scalars, spec: Spec, groups: Groups, *, at: Any, half: Any = None
+) -> Leaf:
+    """One step of a block with full groups.
+
+    Args:
+        leaf: The block's part of every array.
+        grad: That of the gradient.
+        by: The hyperparameters.
+        spec: Which optimizer it is.
+        groups: How the block is divided.
+        at: Where its elements are in the whole, for randomness.
+        half: One half, for a backend that cannot round to the nearest: it rounds down the sum.
+    """
+    shape = leaf.param.shape
+    words = chances = None
+    if spec.stochastic:
+        at = groups.divided(at)
+        words = hashed(at, by.seed, stream=0)
+        # By way of int32, which all backends convert: after the shift there is no sign.
+        top = jax.lax.bitcast_convert_type(hashed(at, by.seed, stream=1) >> 8, jnp.int32)
+        chances = top.astype(jnp.float32) * 2.0**-24
+    root = _decoded(leaf.second, leaf.second_scale, spec.second, groups)
+    old = Moments(
+        _value(leaf, groups),
+        _decoded(leaf.first, leaf.first_scale, spec.first, groups),
+        None if root is None else root * root,
+    )
+    new = updated(old, widened(groups.divided(grad)), by, spec)
+    if leaf.low is None:
+        param, low = new.value.astype(leaf.param.dtype), None
+    else:
+        bits = 8 if leaf.low.dtype == jnp.int8 else 16
+        param, low = split(new.value, bits=bits, noise=words)
+    made = Leaf(
+        groups.whole(param, shape),
+        None if low is None else groups.whole(low, shape),
+        *_encoded(new.first, leaf.first_scale, spec.first, groups, shape, half),
+        *_encoded(
+            new.root,
+            leaf.second_scale,
+            spec.second,
+            groups,
+            shape,
+            half if chances is None else chances,
+        ),
+    )
+    pairs = zip(made, leaf, strict=True)
+    return Leaf(*(None if a is None else jnp.where(by.keep != 0, a, b) for a, b in pairs))
+
+
+def _value(leaf: Leaf, groups: Groups) -> Any:
+    param = groups.divided(leaf.param)
+    return widened(param) if leaf.low is None else join(param, groups.divided(leaf.low))
+
+
+def _decoded(codes: Any, scale: Any, code: Code, groups: Groups) -> Any:
+    if codes is None:
+        return None
+    return code.decode(groups.divided(codes), widened(groups.aligned(scale)))
+
+
+def _encoded(
+    value: Any, old_scale: Any, code: Code, groups: Groups, shape: tuple[int, ...], noise: Any
+) -> tuple[Any, Any]:
+    if value is None:
+        return None, None
+    axis = value.ndim + groups.axis
+    scale = scale_of(jnp.max(jnp.abs(value), axis=axis, keepdims=True), old_scale.dtype)
+    codes = code.encode(value, widened(scale), noise=noise)
+    return groups.whole(codes, shape), jnp.squeeze(scale, axis)

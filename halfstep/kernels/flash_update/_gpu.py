@@ -1,0 +1,112 @@
+"""The update as one kernel for NVIDIA's GPUs, by way of Triton."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from halfstep.kernels.flash_update._block import View, update_block, view_of
+from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
+
+_ELEMENTS = 4096
+"""In a block: of 128 threads, each holds 32 of them."""
+_SCALES = (3, 5)
+"""Where in a `Leaf` scales are."""
+
+
+def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
+    """One step of a leaf.
+
+    Args:
+        leaf: The parameter and its state. All of it is overwritten where it lies.
+        grad: The gradient, in its own dtype.
+        by: The hyperparameters, in one array.
+        spec: Which optimizer it is.
+        interpret: Whether to run it as JAX, on any machine.
+    """
+    view = view_of(leaf.param.shape, spec.groups)
+    rows, cols = _block(view)
+    scales = view.scale_block((rows, cols))
+    across, down = (math.ceil(n / size) for n, size in zip(view.shape[:0:-1], (cols, rows)))
+    present = [i for i, array in enumerate(leaf) if array is not None]
+
+    def at(number: Any) -> tuple[Any, Any, Any]:
+        # One number for a block, and three made of it here: a grid's first size may be any.
+        div, rem = jax.lax.div, jax.lax.rem
+        line = div(number, jnp.int32(across))
+        return div(line, jnp.int32(down)), rem(line, jnp.int32(down)), rem(number, jnp.int32(across))
+
+    def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
+        start = at(pl.program_id(0))
+        whole = _mask(view.shape, (rows, cols), start)
+        of_scales = _mask(view.scale_shape, scales, start)
+        masks = [of_scales if i in _SCALES else whole for i in present]
+        block: list[Any] = [None] * len(leaf)
+        for i, ref, mask in zip(present, refs, masks, strict=False):
+            block[i] = _load(ref, mask)
+        scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
+        new = update_block(
+            Leaf(*block),
+            _load(grad_ref, whole),
+            scalars._replace(seed=scalars.seed.astype(jnp.int32)),
+            spec,
+            view.groups,
+            at=view.position((rows, cols), (start[0], start[1] * rows, start[2] * cols)),
+            half=0.5,
+        )
+        for i, ref, mask in zip(present, refs[len(present) :], masks, strict=True):
+            plgpu.store(ref, new[i], mask=mask)
+
+    arrays = [
+        leaf[i].reshape(view.scale_shape if i in _SCALES else view.shape) for i in present
+    ]
+    of_block = pl.BlockSpec((None, rows, cols), at)
+    of_scale = pl.BlockSpec((None, *scales), at)
+    specs = [of_scale if i in _SCALES else of_block for i in present]
+    made = pl.pallas_call(
+        kernel,
+        [jax.typeof(array) for array in arrays],
+        grid=(view.shape[0] * down * across,),
+        in_specs=[pl.BlockSpec(by.shape, lambda _: (0,)), of_block, *specs],
+        out_specs=specs,
+        input_output_aliases={2 + i: i for i in range(len(present))},
+        compiler_params=plgpu.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="flash_update",
+    )(by, grad.reshape(view.shape), *arrays)
+    out: list[Any] = [None] * len(leaf)
+    for i, array in zip(present, made, strict=True):
+        out[i] = array.reshape(leaf[i].shape)
+    return Leaf(*out)
+
+
+def _block(view: View) -> tuple[int, int]:
+    """The rows and columns of a block: powers of two, which is what Triton has."""
+    _, rows, cols = view.shape
+    size = view.groups.size
+    if view.groups.axis == -2:
+        return size, min(_ELEMENTS // size, _power(cols))
+    wide = min(max(size, _power(cols)), 1024)
+    return min(_ELEMENTS // wide, _power(rows)), wide
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _mask(shape: tuple[int, ...], block: tuple[int, int], start: tuple[Any, Any, Any]) -> Any:
+    """Where a block lies within the leaf; `None` if all blocks do."""
+    masks = []
+    for axis, (size, length) in enumerate(zip(shape[1:], block, strict=True)):
+        if size % length:
+            index = jax.lax.broadcasted_iota(jnp.int32, block, axis)
+            masks.append(start[axis + 1] * length + index < size)
+    return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+
+def _load(ref: Any, mask: Any) -> Any:
+    # What is outside is zero, which no maximum of a group sees.
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
