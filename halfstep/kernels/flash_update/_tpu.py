@@ -1,0 +1,85 @@
+"""The update as one kernel for TPUs, by way of Mosaic."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from halfstep.kernels.flash_update._block import View, update_block
+from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
+
+_ROWS = 256
+_COLS = 512
+_SCALES = (3, 5)
+
+
+def supports(leaf: Leaf, spec: Spec) -> bool:
+    """Whether there is a kernel for a leaf."""
+    return leaf.param.ndim > 1 and spec.groups.axis == -2
+
+
+def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
+    """One step of a leaf."""
+    shape = leaf.param.shape
+    view = View((math.prod(shape[:-2]), *shape[-2:]), spec.groups)
+    rows, cols = _block(view)
+    scales = view.scale_block((rows, cols))
+    present = [i for i, array in enumerate(leaf) if array is not None]
+
+    def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
+        start = pl.program_id(0), pl.program_id(1) * rows, pl.program_id(2) * cols
+        inside = None
+        if view.is_ragged:
+            inside = start[1] + jax.lax.broadcasted_iota(jnp.int32, (rows, cols), 0) < view.shape[1]
+        block: list[Any] = [None] * len(leaf)
+        for i, ref in zip(present, refs, strict=False):
+            block[i] = ref[...] if i in _SCALES else _load(ref, inside)
+        scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
+        new = update_block(
+            Leaf(*block),
+            _load(grad_ref, inside),
+            scalars._replace(seed=scalars.seed.astype(jnp.int32)),
+            spec,
+            view.groups,
+            at=view.position((rows, cols), start),
+        )
+        for i, ref in zip(present, refs[len(present) :], strict=True):
+            ref[...] = new[i]
+
+    arrays = [leaf[i].reshape(view.scale_shape if i in _SCALES else view.shape) for i in present]
+    of_block = pl.BlockSpec((None, rows, cols), lambda *at: at)
+    of_scale = pl.BlockSpec((None, *scales), lambda *at: at)
+    specs = [of_scale if i in _SCALES else of_block for i in present]
+    made = pl.pallas_call(
+        kernel,
+        [jax.typeof(array) for array in arrays],
+        grid=(view.shape[0], math.ceil(view.shape[1] / rows), math.ceil(view.shape[2] / cols)),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_block, *specs],
+        out_specs=specs,
+        input_output_aliases={2 + i: i for i in range(len(present))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        interpret=interpret,
+        name="flash_update",
+    )(by, grad.reshape(view.shape), *arrays)
+    out: list[Any] = [None] * len(leaf)
+    for i, array in zip(present, made, strict=True):
+        out[i] = array.reshape(leaf[i].shape)
+    return Leaf(*out)
+
+
+def _block(view: View) -> tuple[int, int]:
+    _, rows, cols = view.shape
+    cols = min(cols, _COLS)
+    if rows <= 2 * _ROWS and rows % view.groups.size == 0:
+        return rows, cols
+    return _ROWS, cols
+
+
+def _load(ref: Any, inside: Any) -> Any:
+    value = ref[...]
+    if inside is None:
+        return value
+    return jnp.where(inside, value, jnp.zeros_like(value))
