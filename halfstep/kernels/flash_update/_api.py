@@ -1,15 +1,40 @@
 """Choose who computes an update."""
 
+from collections.abc import Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
-from halfstep.kernels.flash_update import _reference
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
+
+from halfstep.kernels.flash_update import _gpu, _reference, _tpu
+from halfstep.kernels.flash_update._block import SCALES
+from halfstep.kernels.flash_update._partition import (
+    along_shards,
+    alike,
+    explicit_sharding,
+    may_be_divided,
+    partitioned,
+)
 from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
 Implementation = Literal["xla", "gpu", "tpu", "interpret"] | None
 
+_KERNELS = MappingProxyType({"gpu": _gpu, "interpret": _gpu, "tpu": _tpu})
+
 
 def flash_update(
-    leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, implementation: Implementation = None
+    leaf: Leaf,
+    grad: Any,
+    by: Scalars,
+    spec: Spec,
+    *,
+    implementation: Implementation = None,
+    sharding: NamedSharding | None = None,
 ) -> Leaf:
     """One step of a parameter and its compressed state.
 
@@ -19,7 +44,168 @@ def flash_update(
         by: The hyperparameters of the step.
         spec: Which optimizer it is, and how its state is written.
         implementation: `"xla"`, `"gpu"` or `"tpu"`; `"interpret"` runs the kernel of a GPU as JAX
-            on any machine; `None` chooses by where it is compiled for.
+            on any machine; `None` chooses by where it is compiled for, and takes `"xla"` for what
+            there is no kernel for.
+        sharding: How the leaf is divided among devices, where it is known: every device then
+            updates what it has, with a kernel on all platforms. JAX tells it by itself where a
+            mesh has explicit axes. Without it the compiler divides the update: the kernel of a GPU,
+            and on a TPU, where it cannot divide kernels, that of XLA.
     """
-    del implementation
-    return _reference.update(leaf, grad, by, spec)
+    _check(implementation, leaf, grad, spec)
+    present = tuple(i for i, array in enumerate(leaf) if array is not None)
+    # One array: a kernel is given nine numbers in one buffer.
+    scalars = jnp.stack([jnp.asarray(value, jnp.float32) for value in by])
+    arrays = [scalars, grad, *(leaf[i] for i in present)]
+    made = along_shards(
+        partial(_bound, present=present, spec=spec, implementation=implementation),
+        arrays,
+        sharding or explicit_sharding(leaf.param),
+    )
+    return _leaf(present, made)
+
+
+def _bound(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
+    if implementation == "xla":
+        return _plain(*arrays, present=present, spec=spec)
+    arrays = tuple(alike(arrays))
+    local = partial(
+        _update.bind, present=present, spec=spec, implementation=implementation, divided=None
+    )
+    if not may_be_divided():
+        return local(*arrays)
+    shape, is_scale = arrays[2].shape, [i in SCALES for i in present]
+    # Traced here and not when it is lowered: JAX looks for it, and only then tells the devices.
+    divided = jax.make_jaxpr(partitioned(local, shape, spec.groups, is_scale))(*arrays)
+    return _update.bind(
+        *arrays, present=present, spec=spec, implementation=implementation, divided=divided
+    )
+
+
+def _check(implementation: Any, leaf: Leaf, grad: Any, spec: Spec) -> None:
+    if implementation not in (None, "xla", *_KERNELS):
+        raise ValueError(
+            "implementation must be None, 'xla', 'gpu', 'tpu' or 'interpret'; "
+            f"got {implementation!r}."
+        )
+    if implementation in _KERNELS:
+        reason = _KERNELS[implementation].refusal(leaf, grad, spec)
+        if reason is not None:
+            raise ValueError(
+                f"the kernel of implementation={implementation!r} {reason}. Pass "
+                "implementation=None, which takes XLA for such a leaf, or 'xla'."
+            )
+
+
+def _leaf(present: Sequence[int], arrays: Sequence[Any]) -> Leaf:
+    fields: list[Any] = [None] * len(Leaf._fields)
+    for i, array in zip(present, arrays, strict=True):
+        fields[i] = array
+    return Leaf(*fields)
+
+
+def _flat(leaf: Leaf) -> tuple[Any, ...]:
+    return tuple(array for array in leaf if array is not None)
+
+
+# Jitted, so that leaves of one shape are traced and lowered once.
+@partial(jax.jit, static_argnames=("present", "spec"))
+def _plain(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
+    scalars = Scalars(*(by[i] for i in range(len(Scalars._fields))))
+    return _flat(_reference.update(_leaf(present, arrays), grad, scalars, spec))
+
+
+@partial(jax.jit, static_argnames=("present", "spec", "kind"))
+def _kernel(
+    by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec, kind: str
+) -> Any:
+    leaf = _leaf(present, arrays)
+    return _flat(_KERNELS[kind].update(leaf, grad, by, spec, interpret=kind == "interpret"))
+
+
+_update = Primitive("halfstep_flash_update")
+_update.multiple_results = True
+
+
+@partial(jax.jit, static_argnames=("present", "spec", "implementation"))
+def _eager(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
+    return _bound(*arrays, present=present, spec=spec, implementation=implementation)
+
+
+def _abstract(by: Any, grad: Any, *arrays: Any, **_: Any) -> list[Any]:
+    del by, grad
+    return list(arrays)
+
+
+def _lowered(
+    platform: str | None,
+    ctx: Any,
+    *args: Any,
+    present: tuple[int, ...],
+    spec: Spec,
+    implementation: Any,
+    divided: Any,
+) -> Any:
+    if implementation in ("gpu", "tpu") and implementation != platform:
+        raise ValueError(
+            f"implementation={implementation!r} is compiled for {platform or 'a CPU'} here, which "
+            "cannot run it. Pass implementation=None, which chooses by where it is compiled for, "
+            "or 'interpret' to try the kernel of a GPU."
+        )
+    kind = implementation or platform
+    grad, *arrays = ctx.avals_in[1:]
+    run = partial(_plain, present=present, spec=spec)
+    if kind is not None and not _KERNELS[kind].refusal(_leaf(present, arrays), grad, spec):
+        if not _is_divided(ctx):
+            run = partial(_kernel, present=present, spec=spec, kind=kind)
+        elif divided is not None and _is_divided_here(ctx, platform):
+            run = jaxpr_as_fun(divided)
+        elif implementation is not None:
+            raise ValueError(
+                f"implementation={implementation!r} is divided among devices by a compiler that "
+                "cannot divide kernels: one for TPUs, or one in another process. Pass sharding=, "
+                "use a mesh with explicit axes or jax.shard_map, or pass implementation=None, "
+                "which takes XLA for it."
+            )
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+def _is_divided(ctx: Any) -> bool:
+    """Whether the compiler divides this program among devices, and shapes are those of all."""
+    context = ctx.module_context.axis_context
+    if hasattr(context, "num_devices"):
+        return context.num_devices > 1
+    return set(context.manual_axes) != set(context.mesh.axis_names)
+
+
+def _is_divided_here(ctx: Any, platform: str | None) -> bool:
+    """Whether the compiler can ask this process how to divide a kernel. That for TPUs never does."""
+    return platform != "tpu" and not ctx.module_context.lowering_parameters.for_export
+
+
+def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    # Groups are counted from the end: with an axis in front a leaf is a leaf.
+    size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+    if dims[0] is not None:
+        plain = partial(_plain, present=params["present"], spec=params["spec"])
+        return jax.vmap(plain, in_axes=tuple(dims))(*args), [0] * (len(args) - 2)
+    moved = [
+        jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else jnp.moveaxis(arg, dim, 0)
+        for arg, dim in zip(args[1:], dims[1:], strict=True)
+    ]
+    names = ("present", "spec", "implementation")
+    made = _bound(args[0], *moved, **{name: params[name] for name in names})
+    return made, [0] * len(made)
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    plain = partial(_plain, present=params["present"], spec=params["spec"])
+    return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+_update.def_impl(lambda *arrays, divided, **params: _eager(*arrays, **params))
+_update.def_abstract_eval(_abstract)
+batching.primitive_batchers[_update] = _batched
+ad.primitive_jvps[_update] = _differentiated
+mlir.register_lowering(_update, partial(_lowered, None))
+mlir.register_lowering(_update, partial(_lowered, "gpu"), platform="cuda")
+mlir.register_lowering(_update, partial(_lowered, "tpu"), platform="tpu")

@@ -9,8 +9,27 @@ import jax.numpy as jnp
 from halfstep.kernels.flash_update._math import hashed, updated
 from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
 from halfstep.quant._codes import Code, scale_of
-from halfstep.quant._groups import Groups
+from halfstep.quant._groups import SIZE, Groups
 from halfstep.quant._split import join, split, widened
+
+
+SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"))
+"""Which fields of a leaf are scales."""
+
+
+def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
+    """Why no kernel takes a leaf; `None` if there is nothing against it."""
+    if leaf.param.size == 0:
+        return f"takes no empty leaf; got shape {list(leaf.param.shape)}"
+    if (spec.first_code, spec.second_code, spec.groups.size) != ("int8", "root8", SIZE):
+        return (
+            f"takes moments in int8 and root8, in groups of {SIZE}; got {spec.first_code}, "
+            f"{spec.second_code} and {spec.groups.size}"
+        )
+    widths = [array.dtype.itemsize for array in (leaf.param, grad)]
+    if max(widths) > 4:
+        return f"takes parameters and gradients of 16 or 32 bits; got {8 * max(widths)}"
+    return None
 
 
 class View(NamedTuple):

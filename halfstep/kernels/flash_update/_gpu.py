@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from halfstep.kernels.flash_update._block import View, update_block, view_of
+from halfstep.kernels.flash_update._block import SCALES, View, refusal as refusal, update_block, view_of
 from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
 _ELEMENTS = 4096
 """In a block: of 128 threads, each holds 32 of them."""
-_SCALES = (3, 5)
-"""Where in a `Leaf` scales are."""
 
 
 def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
@@ -43,7 +41,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         start = at(pl.program_id(0))
         whole = _mask(view.shape, (rows, cols), start)
         of_scales = _mask(view.scale_shape, scales, start)
-        masks = [of_scales if i in _SCALES else whole for i in present]
+        masks = [of_scales if i in SCALES else whole for i in present]
         block: list[Any] = [None] * len(leaf)
         for i, ref, mask in zip(present, refs, masks, strict=False):
             block[i] = _load(ref, mask)
@@ -61,11 +59,11 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
             plgpu.store(ref, new[i], mask=mask)
 
     arrays = [
-        leaf[i].reshape(view.scale_shape if i in _SCALES else view.shape) for i in present
+        leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present
     ]
     of_block = pl.BlockSpec((None, rows, cols), at)
     of_scale = pl.BlockSpec((None, *scales), at)
-    specs = [of_scale if i in _SCALES else of_block for i in present]
+    specs = [of_scale if i in SCALES else of_block for i in present]
     made = pl.pallas_call(
         kernel,
         [jax.typeof(array) for array in arrays],

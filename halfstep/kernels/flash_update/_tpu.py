@@ -8,17 +8,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from halfstep.kernels.flash_update._block import View, update_block
+from halfstep.kernels.flash_update._block import SCALES, View, refusal as common_refusal, update_block
 from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
 _ROWS = 256
 _COLS = 512
-_SCALES = (3, 5)
 
 
-def supports(leaf: Leaf, spec: Spec) -> bool:
-    """Whether there is a kernel for a leaf."""
-    return leaf.param.ndim > 1 and spec.groups.axis == -2
+def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
+    """Why there is no kernel for a leaf; `None` if there is one."""
+    shape = list(leaf.param.shape)
+    if len(shape) < 2 or spec.groups.axis != -2:
+        return f"takes groups along the last axis but one; got {spec.groups} of shape {shape}"
+    if jnp.float16 in (leaf.param.dtype, grad.dtype):
+        return "takes no float16, which Mosaic cannot load"
+    return common_refusal(leaf, grad, spec)
 
 
 def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
@@ -36,7 +40,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
             inside = start[1] + jax.lax.broadcasted_iota(jnp.int32, (rows, cols), 0) < view.shape[1]
         block: list[Any] = [None] * len(leaf)
         for i, ref in zip(present, refs, strict=False):
-            block[i] = ref[...] if i in _SCALES else _load(ref, inside)
+            block[i] = ref[...] if i in SCALES else _load(ref, inside)
         scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
         new = update_block(
             Leaf(*block),
@@ -49,10 +53,10 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         for i, ref in zip(present, refs[len(present) :], strict=True):
             ref[...] = new[i]
 
-    arrays = [leaf[i].reshape(view.scale_shape if i in _SCALES else view.shape) for i in present]
+    arrays = [leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present]
     of_block = pl.BlockSpec((None, rows, cols), lambda *at: at)
     of_scale = pl.BlockSpec((None, *scales), lambda *at: at)
-    specs = [of_scale if i in _SCALES else of_block for i in present]
+    specs = [of_scale if i in SCALES else of_block for i in present]
     made = pl.pallas_call(
         kernel,
         [jax.typeof(array) for array in arrays],
@@ -73,7 +77,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
 def _block(view: View) -> tuple[int, int]:
     _, rows, cols = view.shape
     cols = min(cols, _COLS)
-    if rows <= 2 * _ROWS and rows % view.groups.size == 0:
+    if rows <= _ROWS and rows % view.groups.size == 0:
         return rows, cols
     return _ROWS, cols
 

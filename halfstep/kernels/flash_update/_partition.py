@@ -1,0 +1,133 @@
+"""A kernel over leaves that are divided among devices: each device updates what it has.
+
+A compiler that divides a program among devices does not look into kernels; without a word it would
+gather every array. Groups never lie on two devices, so that no device needs another one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from halfstep.quant import Groups
+
+Flat = Callable[..., Sequence[Any]]
+"""Of scalars, a gradient and the arrays of a leaf, the parameter first, makes the new arrays."""
+
+
+def alike(arrays: Sequence[Any]) -> list[Any]:
+    """Inside of `shard_map`: arrays that vary over the same axes of the mesh, as any sum would."""
+    axes = [_varying(jax.typeof(array)) for array in arrays]
+    every = frozenset[str]().union(*axes)
+    return [
+        jax.lax.pcast(array, tuple(sorted(every - own)), to="varying") if every - own else array
+        for array, own in zip(arrays, axes, strict=True)
+    ]
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    if hasattr(aval, "vma"):
+        return frozenset(aval.vma)
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def may_be_divided() -> bool:
+    """Whether what is traced here may be divided among devices by a compiler in this process."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return True
+    # A mesh of no devices is compiled for elsewhere: JAX tells of no devices then.
+    return mesh.abstract_device is not None and set(mesh.manual_axes) != set(mesh.axis_names)
+
+
+def explicit_sharding(array: Any) -> NamedSharding | None:
+    """How an array is divided, if its type says so."""
+    sharding = jax.typeof(array).sharding
+    if not sharding.mesh.explicit_axes or all(axis is None for axis in sharding.spec):
+        return None
+    return sharding
+
+
+def along_shards(
+    update: Flat, arrays: Sequence[Any], sharding: NamedSharding | None
+) -> Sequence[Any]:
+    """Compute an update on each device for itself.
+
+    Args:
+        update: The update.
+        arrays: Its arguments.
+        sharding: How the arrays of the leaf are divided; `None` if that is not known.
+    """
+    if sharding is None:
+        return update(*arrays)
+    specs = (PartitionSpec(), *[sharding.spec] * (len(arrays) - 1))
+    mesh = sharding.mesh
+    if mesh.explicit_axes:
+        pairs = zip(arrays, specs, strict=True)
+        arrays = [jax.sharding.reshard(array, NamedSharding(mesh, s)) for array, s in pairs]
+    # Unchecked: Pallas does not interpret kernels that are checked, and here all is divided alike.
+    divided = jax.shard_map(
+        lambda *arrays: tuple(update(*arrays)),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs[2:],
+        check_vma=False,
+    )
+    return divided(*arrays)
+
+
+def partitioned(
+    update: Flat, shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
+) -> Flat:
+    """An update that is computed where its leaf lies.
+
+    Args:
+        update: The update.
+        shape: The shape of the leaf.
+        groups: How it is divided into groups.
+        is_scale: Which of its arrays are scales.
+    """
+
+    def infer(mesh: Any, args: Any, results: Any) -> Any:
+        del results
+        return [_aligned(mesh, args[2].sharding, shape, groups)] * len(is_scale)
+
+    def divide(mesh: Any, args: Any, results: Any) -> Any:
+        arrays = infer(mesh, args, results)
+        return mesh, update, arrays, (args[0].sharding, arrays[0], *arrays)
+
+    def rule(*_: Any) -> Any:
+        return _rule(shape, groups, is_scale)
+
+    made = custom_partitioning(update)
+    made.def_partition(divide, infer_sharding_from_operands=infer, sharding_rule=rule)
+    return made
+
+
+def _aligned(mesh: Any, sharding: Any, shape: tuple[int, ...], groups: Groups) -> Any:
+    """How the arrays of a leaf lie if its parameter lies so: alike, and groups on one device."""
+    local = sharding.shard_shape(shape)[groups.axis]
+    if local == shape[groups.axis] or local % groups.size == 0:
+        return sharding
+    axes = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    axes[groups.axis] = None
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def _rule(shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]) -> Any:
+    """For Shardy: arrays of a leaf are divided alike, except for what is within a group."""
+    names = [f"axis{i}" for i in range(len(shape))]
+    leaf, scale = list(names), list(names)
+    fixed = ("scalars",)
+    sizes: dict[str, Any] = {}
+    if shape[groups.axis] % groups.size:
+        leaf[groups.axis], scale[groups.axis] = "ragged", "parts"
+        fixed = ("scalars", "ragged", "parts")
+    else:
+        leaf[groups.axis] = f"({names[groups.axis]} within)"
+        fixed, sizes = ("scalars", "within"), {"within": groups.size}
+    arrays = [" ".join(scale if one else leaf) for one in is_scale]
+    text = f"scalars, {', '.join([' '.join(leaf), *arrays])} -> {', '.join(arrays)}"
+    return text, {**sizes, "need_replication_factors": fixed}
