@@ -13,6 +13,7 @@ from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
 _ROWS = 256
 _COLS = 512
+_WIDTH = 128
 
 
 def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
@@ -33,25 +34,37 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
     scales = view.scale_block((rows, cols))
     present = [i for i, array in enumerate(leaf) if array is not None]
 
+    width = _WIDTH if cols % _WIDTH == 0 else cols
+
     def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
-        start = pl.program_id(0), pl.program_id(1) * rows, pl.program_id(2) * cols
+        scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
+        scalars = scalars._replace(seed=scalars.seed.astype(jnp.int32))
+        lead, row, col = pl.program_id(0), pl.program_id(1) * rows, pl.program_id(2) * cols
         inside = None
         if view.is_ragged:
-            inside = start[1] + jax.lax.broadcasted_iota(jnp.int32, (rows, cols), 0) < view.shape[1]
-        block: list[Any] = [None] * len(leaf)
-        for i, ref in zip(present, refs, strict=False):
-            block[i] = ref[...] if i in SCALES else _load(ref, inside)
-        scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
-        new = update_block(
-            Leaf(*block),
-            _load(grad_ref, inside),
-            scalars._replace(seed=scalars.seed.astype(jnp.int32)),
-            spec,
-            view.groups,
-            at=view.position((rows, cols), start),
-        )
-        for i, ref in zip(present, refs[len(present) :], strict=True):
-            ref[...] = new[i]
+            index = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+            inside = row + index < view.shape[1]
+
+        def part(number: Any, _: None) -> None:
+            first = pl.multiple_of(number * width, width)
+            here = (slice(None), pl.ds(first, width))
+            block: list[Any] = [None] * len(leaf)
+            for i, ref in zip(present, refs, strict=False):
+                block[i] = ref[here] if i in SCALES else _inside(ref[here], inside)
+            new = update_block(
+                Leaf(*block),
+                _inside(grad_ref[here], inside),
+                scalars,
+                spec,
+                view.groups,
+                at=view.position((rows, width), (lead, row, col + first)),
+            )
+            for i, ref in zip(present, refs[len(present) :], strict=True):
+                ref[here] = new[i]
+
+        # A loop, and not the whole block at once: Mosaic writes every vector's instructions out,
+        # and a program of half a megabyte is memory too.
+        jax.lax.fori_loop(0, cols // width, part, None)
 
     arrays = [leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present]
     of_block = pl.BlockSpec((None, rows, cols), lambda *at: at)
@@ -82,8 +95,6 @@ def _block(view: View) -> tuple[int, int]:
     return _ROWS, cols
 
 
-def _load(ref: Any, inside: Any) -> Any:
-    value = ref[...]
-    if inside is None:
-        return value
-    return jnp.where(inside, value, jnp.zeros_like(value))
+def _inside(value: Any, inside: Any) -> Any:
+    """Zeros for what is beyond the last row, which no maximum of a group sees."""
+    return value if inside is None else jnp.where(inside, value, jnp.zeros_like(value))

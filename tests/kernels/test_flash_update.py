@@ -1,0 +1,164 @@
+"""The kernels, interpreted, and the reference: each against float64, and against one another."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from halfstep.kernels.flash_update import Leaf, Spec, _gpu, _reference, _tpu, flash_update
+from halfstep.quant import Groups
+from tests.kernels._oracle import check, make, scalars
+
+ALGORITHMS = ("adam", "lion", "sgd", "nesterov", "sgd without momentum")
+LOWS = {
+    "24 bits": (jnp.bfloat16, jnp.int8),
+    "32 bits": (jnp.bfloat16, jnp.int16),
+    "bfloat16": (jnp.bfloat16, None),
+    "float32": (jnp.float32, None),
+}
+GRADS = (jnp.bfloat16, jnp.float32, jnp.float16)
+SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((64, 256), -2),
+    ((50, 33), -2),
+    ((3, 64, 40), -2),
+    ((3, 40, 50), -2),
+    ((37, 96), -1),
+    ((37, 50), -1),
+    ((5000,), -1),
+    ((4, 64, 3, 5), -3),
+)
+
+
+def run(kind: str, leaf: Leaf, grad: Any, by: Any, spec: Spec) -> Leaf:
+    if kind == "reference":
+        return jax.jit(functools.partial(_reference.update, spec=spec))(leaf, grad, by)
+    module = {"gpu": _gpu, "tpu": _tpu}[kind]
+    update = functools.partial(module.update, spec=spec, interpret=True)
+    return jax.jit(update)(leaf, grad, jnp.stack(by))
+
+
+def spec_of(algorithm: str, groups: Groups, *, stochastic: bool = False) -> Spec:
+    rule: Any = "sgd" if algorithm in ("nesterov", "sgd without momentum") else algorithm
+    return Spec(rule, groups, nesterov=algorithm == "nesterov", stochastic=stochastic)
+
+
+def assert_same(left: Leaf, right: Leaf) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            # By bits: zeros have signs.
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", ["reference", "gpu", "tpu"])
+def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
+    param, bits = LOWS[low]
+    grad_dtype = GRADS[ALGORITHMS.index(algorithm) % (2 if kind == "tpu" else 3)]
+    leaf, grad, groups = make((64, 48), algorithm=algorithm, param=param, low=bits, grad=grad_dtype)
+    spec = spec_of(algorithm, groups)
+    check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
+
+
+@pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["reference", "gpu", "tpu"])
+def test_every_shape(kind: str, shape: tuple[int, ...], axis: int) -> None:
+    leaf, grad, groups = make(shape, axis=axis, scale=jnp.float32 if axis == -1 else jnp.bfloat16)
+    spec = spec_of("adam", groups, stochastic=True)
+    if kind == "tpu" and _tpu.refusal(leaf, grad, spec):
+        pytest.skip("XLA updates it on a TPU")
+    check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
+
+
+@pytest.mark.parametrize("kind", ["reference", "gpu", "tpu"])
+def test_nothing_changes_where_it_is_not_to_be_kept(kind: str) -> None:
+    leaf, grad, groups = make((50, 33), axis=-2)
+    new = run(kind, leaf, grad * jnp.bfloat16(jnp.nan), scalars(keep=0), spec_of("adam", groups))
+    assert_same(new, leaf)
+
+
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
+def test_an_element_that_is_not_finite_is_left_out(kind: str) -> None:
+    leaf, grad, groups = make((64, 48))
+    spec = spec_of("adam", groups)
+    hole = run(kind, leaf, grad.at[5, 7].set(jnp.nan), scalars(), spec)
+    none = run(kind, leaf, grad.at[5, 7].set(0), scalars(), spec)
+    assert hole.param[5, 7] == leaf.param[5, 7]
+    assert_same(hole._replace(param=0 * hole.param, low=None), none._replace(param=0 * none.param, low=None))
+
+
+def test_no_kernel_has_an_error_that_says_what_to_type() -> None:
+    leaf, grad, groups = make((5000,))
+    spec, by = spec_of("adam", groups), scalars()
+    with pytest.raises(ValueError, match=r"takes groups along .* got Groups.* implementation=None"):
+        flash_update(leaf, grad, by, spec, implementation="tpu")
+    with pytest.raises(ValueError, match="is compiled for a CPU here"):
+        flash_update(leaf, grad, by, spec, implementation="gpu")
+    with pytest.raises(ValueError, match=r"must be None, 'xla', .*; got 'cuda'"):
+        flash_update(leaf, grad, by, spec, implementation="cuda")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
+def test_batches_and_eager_calls(implementation: Any) -> None:
+    leaf, grad, groups = make((64, 48))
+    spec, by = spec_of("adam", groups), scalars()
+    one = functools.partial(flash_update, by=by, spec=spec, implementation=implementation)
+    check(leaf, one(leaf, grad), grad, by, spec)
+    both = jax.tree.map(lambda x: jnp.stack([x, x]), leaf)
+    made = jax.vmap(one, in_axes=(0, None))(both, grad)
+    check(leaf, jax.tree.map(lambda x: x[1], made), grad, by, spec)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize("axes", ["auto", "explicit", "shard_map", "told"])
+@pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
+def test_devices_need_nothing_of_one_another(implementation: Any, axes: str, spec: P) -> None:
+    kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    leaf, grad, groups = make((256, 64))
+    by, which = scalars(), spec_of("adam", groups)
+    sharding = NamedSharding(mesh, spec)
+    leaf, grad = jax.device_put((leaf, grad), sharding)
+    step: Any = functools.partial(
+        flash_update,
+        spec=which,
+        implementation=implementation,
+        sharding=sharding if axes == "told" else None,
+    )
+    if axes == "shard_map":
+        # Pallas cannot interpret what is checked; compiled, it is.
+        step = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(spec, spec, P()),
+            out_specs=spec,
+            check_vma=implementation != "interpret",
+        )
+    compiled = jax.jit(step).lower(leaf, grad, by).compile()
+    text = compiled.as_text()
+    assert text is not None
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+    new = compiled(leaf, grad, by)
+    assert new.param.sharding.is_equivalent_to(sharding, 2)
+    assert new.second_scale.sharding.is_equivalent_to(sharding, 2)
+    whole = jax.device_get((leaf, new, grad))
+    check(*jax.tree.map(jnp.asarray, whole), by, which)
+
+
+def test_it_has_derivatives_where_the_reference_has() -> None:
+    leaf, grad, groups = make((64, 48), algorithm="sgd without momentum", param=jnp.float32, low=None)
+    spec = spec_of("sgd without momentum", groups)
+
+    def loss(rate: Any, implementation: Any) -> Any:
+        by = scalars()._replace(rate=rate)
+        return flash_update(leaf, grad, by, spec, implementation=implementation).param.sum()
+
+    made = [jax.grad(loss)(jnp.float32(0.1), name) for name in (None, "xla")]
+    assert made[0] == made[1] != 0
