@@ -9,6 +9,11 @@ from halfstep.optim._optimizers import (
     flash_lion as flash_lion,
     flash_sgd as flash_sgd,
 )
+from halfstep.optim._release import (
+    Release as Release,
+    ReleaseState as ReleaseState,
+    release as release,
+)
 from halfstep.optim._shardings import state_shardings as state_shardings
 from halfstep.optim._state import FlashState as FlashState
 from halfstep.optim._stored import coded as coded, stored_bytes as stored_bytes

@@ -1,0 +1,376 @@
+"""Gradient release: every layer steps as soon as its gradient is there."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from halfstep._gate import select_tree
+from halfstep._leaves import is_inexact
+from halfstep._scaling import AbstractLossScaling, NoLossScaling
+from halfstep._update import apply_gradients
+from halfstep._verdict import Verdict, finite_flags, judge, magnitudes
+from halfstep.optim import _release_check as check
+from halfstep.optim._check import StateError
+from halfstep.optim._release_clip import factor, multiply, squares
+from halfstep.optim._release_stack import backward, forward, pack, put, take, unpack
+
+
+class ReleaseState(NamedTuple):
+    """The state of the optimizer of a released step."""
+
+    outer: Any
+    """Of the parameters outside of the stack."""
+    layers: Any
+    """Of the layers: every array has a first axis of layers."""
+
+
+class _Pass(NamedTuple):
+    """What the way through the model leaves for the way back."""
+
+    loss: Any
+    layers: Any
+    """Trained arrays of the stack."""
+    outer: Any
+    """Trained arrays outside."""
+    back: Callable[..., tuple[Any, list[Any], Any]]
+    """The way back through the layers."""
+    used: Sequence[bool]
+    """Which arrays outside the layers use."""
+    ct: Any
+    """The cotangent of what leaves the last layer."""
+    from_last: Any
+    """The gradients that `last` gives to the parameters outside."""
+    to_first: Callable[[Any], Any]
+    """Of the cotangent of what enters the first layer, those that `first` gives them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Release:
+    """A training step that `release` has made. Call it as `step(params, state, batch)`."""
+
+    layer: Callable[..., Any]
+    tx: optax.GradientTransformation
+    first: Callable[..., Any]
+    last: Callable[..., Any]
+    clip: Any
+    per_layer_clip: Any
+
+    def init(self, params: Any) -> ReleaseState:
+        """The optimizer's state, of parameters as they are.
+
+        Args:
+            params: `{"outer": ..., "layers": ...}`.
+        """
+        check.check_params(params)
+        trained = eqx.filter(params, is_inexact)
+        return ReleaseState(
+            self.tx.init(trained["outer"]), jax.vmap(self.tx.init)(trained["layers"])
+        )
+
+    def prepare(self, params: Any) -> tuple[Any, ReleaseState]:
+        """Parameters to compute with and a state, as the optimizer's own `prepare` makes them.
+
+        Args:
+            params: `{"outer": ..., "layers": ...}`, in float32.
+        """
+        check.check_params(params)
+        prepare = getattr(self.tx, "prepare", None)
+        if prepare is None:
+            raise TypeError(
+                "only compressed optimizers such as flash_adamw have `prepare`; this one takes "
+                "parameters as they are: call `init`."
+            )
+        trained, frozen = eqx.partition(params, is_inexact)
+        outer, outer_state = prepare(trained["outer"])
+        layers, layers_state = jax.vmap(prepare)(trained["layers"])
+        made = eqx.combine({"outer": outer, "layers": layers}, frozen)
+        return made, ReleaseState(outer_state, layers_state)
+
+    def __call__(
+        self, params: Any, state: ReleaseState, batch: Any, scaling: Any = None
+    ) -> tuple[Any, ...]:
+        """One training step.
+
+        Args:
+            params: `{"outer": ..., "layers": ...}`.
+            state: As `init`, `prepare` or the step before returned it.
+            batch: What `first`, `last` and every layer get.
+            scaling: A loss scaling of halfstep's. If it checks finiteness, gradients are computed
+                twice, and nothing changes unless all of them and the loss are finite.
+
+        Returns:
+            `(loss, params, state)`; with a scaling `(loss, params, state, scaling, finite)`.
+        """
+        length = check.check_params(params)
+        if not isinstance(state, ReleaseState):
+            raise StateError(
+                "the state must be a ReleaseState, as this step's `init` or `prepare` returns it; "
+                f"got {type(state).__name__}."
+            )
+        check.check_stacked(state.layers, length)
+        by = _scaling(scaling)
+        done = self._forward(params, batch, by)
+        if self.clip is None and not by.checks_finite:
+            new, state = self._in_one(done, state, by)
+            verdict = Verdict(None, None, None)
+        else:
+            new, state, verdict = self._in_two(done, state, by, length)
+        params = eqx.combine(new, params)
+        if scaling is None:
+            return done.loss, params, state
+        return done.loss, params, state, by.adjust(verdict), verdict
+
+    def _forward(self, params: Any, batch: Any, by: AbstractLossScaling) -> _Pass:
+        trained, frozen = eqx.partition(params, is_inexact)
+        trained = jax.tree.map(jnp.asarray, trained)
+
+        # Computed again for its gradient, as layers are, so that nothing of it is kept.
+        @jax.checkpoint
+        def first(outer: Any) -> Any:
+            return self.first(eqx.combine(outer, frozen["outer"]), batch)
+
+        def call(layer: Any, x: Any, outer: Any) -> Any:
+            return self.layer(layer, x, eqx.combine(outer, frozen["outer"]), batch)
+
+        def last(outer: Any, x: Any) -> tuple[Any, Any]:
+            loss = check.check_loss(self.last(eqx.combine(outer, frozen["outer"]), x, batch))
+            return by.scale(loss), loss
+
+        x, first_pull = jax.vjp(first, trained["outer"])
+        check.check_input(x)
+        layers = eqx.combine(trained["layers"], frozen["layers"])
+        used = _used(call, layers, x, trained["outer"])
+        x, inputs = forward(call, layers, x, trained["outer"])
+        scaled, last_pull, loss = jax.vjp(last, trained["outer"], x, has_aux=True)
+        from_last, ct = last_pull(jnp.ones_like(scaled))
+
+        def back(*, by_outer: bool, ct: Any, **options: Any) -> Any:
+            chosen = used if by_outer else [False] * len(used)
+            return backward(
+                call, frozen["layers"], inputs, trained["outer"], chosen, ct, **options
+            )
+
+        return _Pass(
+            loss,
+            trained["layers"],
+            trained["outer"],
+            back,
+            used,
+            ct,
+            from_last,
+            lambda ct: first_pull(ct)[0],
+        )
+
+    def _in_one(self, done: _Pass, state: ReleaseState, by: AbstractLossScaling) -> Any:
+        ct, sums, (layers, layers_state) = self._apply(done, state.layers, by, by_outer=True)
+        grads = self._clipped(by.unscale(_outer_grads(done, sums, ct)))
+        outer, outer_state = _stepped(self.tx, done.outer, state.outer, grads, None)
+        return {"outer": outer, "layers": layers}, ReleaseState(outer_state, layers_state)
+
+    def _in_two(
+        self, done: _Pass, state: ReleaseState, by: AbstractLossScaling, length: int
+    ) -> tuple[Any, ReleaseState, Verdict]:
+        grads, norm, verdict = self._judge(done, by, length)
+        finite = verdict.finite if norm is None else verdict.finite & jnp.isfinite(norm)
+        factors = None if norm is None else factor(norm, self.clip)
+        _, _, (layers, layers_state) = self._apply(
+            done, state.layers, by, by_outer=False, factors=factors, finite=finite
+        )
+        grads = self._clipped(grads, factors)
+        outer, outer_state = _stepped(self.tx, done.outer, state.outer, grads, finite)
+        made = {"outer": outer, "layers": layers}
+        return made, ReleaseState(outer_state, layers_state), verdict
+
+    def _judge(
+        self, done: _Pass, by: AbstractLossScaling, length: int
+    ) -> tuple[Any, Any, Verdict]:
+        """A first way back: the gradients outside, the norm of all, and whether all are finite."""
+
+        def visit(carry: tuple[Any, Any], number: Any, grads: Any) -> tuple[Any, Any]:
+            sums, flags = carry
+            flags = flags & jnp.isfinite(by.unscale(magnitudes(grads)))
+            if self.clip is None:
+                return sums, flags
+            more = squares(by.unscale(grads))
+            return jax.lax.dynamic_update_index_in_dim(sums, more, number, 0), flags
+
+        count = len(jax.tree.leaves(done.layers))
+        begin = jnp.zeros(length, jnp.float32), jnp.ones(count, bool)
+        ct, sums, (by_layer, flags) = done.back(
+            by_outer=True,
+            ct=done.ct,
+            visit=visit,
+            stack=begin,
+            layer_of=lambda _, number: take(done.layers, number),
+        )
+        raw = _outer_grads(done, sums, ct)
+        grads = by.unscale(raw)
+        # In the order of the parameters' own leaves: a verdict names them by number.
+        outside = finite_flags(by.unscale(magnitudes(raw)), done.loss)
+        verdict = judge(jnp.concatenate([flags, outside]))
+        norm = None if self.clip is None else jnp.sqrt(jnp.sum(by_layer) + squares(grads))
+        return grads, norm, verdict
+
+    def _apply(
+        self,
+        done: _Pass,
+        state: Any,
+        by: AbstractLossScaling,
+        *,
+        by_outer: bool,
+        factors: Any = None,
+        finite: Any = None,
+    ) -> Any:
+        """The way back on which layers step."""
+        old = done.layers, state
+
+        def layer_of(stack: Any, number: Any) -> Any:
+            return unpack(take(stack[0], number), done.layers)
+
+        def visit(stack: Any, number: Any, grads: Any) -> Any:
+            layer = unpack(take(stack, number), old)
+            grads = self._clipped(by.unscale(grads), factors)
+            return put(stack, pack(_stepped(self.tx, *layer, grads, finite)), number)
+
+        ct, sums, stack = done.back(
+            by_outer=by_outer, ct=done.ct, visit=visit, stack=pack(old), layer_of=layer_of
+        )
+        return ct, sums, unpack(stack, old)
+
+    def _clipped(self, grads: Any, by: Any = None) -> Any:
+        if self.per_layer_clip is not None:
+            by = factor(jnp.sqrt(squares(grads)), self.per_layer_clip)
+        return grads if by is None else multiply(grads, by)
+
+
+def release(
+    layer: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    first: Callable[..., Any],
+    last: Callable[..., Any],
+    clip: Any = None,
+    per_layer_clip: Any = None,
+) -> Release:
+    """A training step in which the gradients of all layers are never there at once.
+
+    The layers of a stack are one function over parameters with a first axis of layers, as
+    `jax.lax.scan` has it. On the way back each layer is computed again, differentiated and
+    stepped, before the next; only what enters each layer is kept. The result is that of computing
+    all gradients and stepping each layer by itself, bit for bit.
+
+    Args:
+        layer: `layer(layer_params, x, outer, batch)` returns the next `x`, of the same structure,
+            shapes and dtypes.
+        tx: A compressed optimizer such as `flash_adamw`, or any one of Optax's. Each layer is
+            stepped by itself, with a state of its own, and so are the parameters outside: what an
+            optimizer computes over all parameters is computed over these.
+        first: `first(outer, batch)` returns what enters the first layer.
+        last: `last(outer, x, batch)` returns the loss.
+        clip: The largest norm of all gradients together. It takes a second way back through the
+            layers, at the same peak of memory. A step whose norm is not finite is skipped.
+        per_layer_clip: The largest norm of the gradients of one layer, and of the parameters
+            outside. It takes no second way.
+
+    Returns:
+        A step: `loss, params, state = step(params, state, batch)`, where `params` is
+        `{"outer": ..., "layers": ...}`; it also has `init` and `prepare`. With a loss scaling,
+        `loss, params, state, scaling, finite = step(params, state, batch, scaling)`.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep import optim
+
+
+        def layer(params, x, outer, batch):
+            return x + jnp.tanh(x @ params["w"])
+
+
+        step = optim.release(
+            layer,
+            optim.flash_adamw(1e-3),
+            first=lambda outer, batch: batch[0] @ outer["enter"],
+            last=lambda outer, x, batch: jnp.mean((x @ outer["enter"].T - batch[1]) ** 2),
+        )
+        params = {
+            "outer": {"enter": jax.random.normal(jax.random.key(0), (8, 64)) / 8},
+            "layers": {"w": jnp.zeros((12, 64, 64))},
+        }
+        params, state = step.prepare(params)
+        batch = jnp.ones((4, 8)), jnp.zeros((4, 8))
+        before, params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, batch)
+        after, params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, batch)
+        assert after < before
+        ```
+    """
+    check.check_function(layer, "layer", "layer(layer_params, x, outer, batch)")
+    check.check_function(first, "first", "first(outer, batch)")
+    check.check_function(last, "last", "last(outer, x, batch)")
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(
+            "`tx` must be an optimizer with `init` and `update`, such as "
+            f"optim.flash_adamw(1e-3); got {type(tx).__name__}."
+        )
+    if clip is not None and per_layer_clip is not None:
+        raise ValueError("pass `clip` or `per_layer_clip`, not both: they are two kinds of norm.")
+    check.check_limit(clip, "clip")
+    check.check_limit(per_layer_clip, "per_layer_clip")
+    return Release(layer, tx, first, last, clip, per_layer_clip)
+
+
+def _scaling(scaling: Any) -> AbstractLossScaling:
+    if scaling is None:
+        return NoLossScaling()
+    if not isinstance(scaling, AbstractLossScaling):
+        raise TypeError(
+            "`scaling` must be a DynamicLossScaling, StaticLossScaling or NoLossScaling; got "
+            f"{type(scaling).__name__}."
+        )
+    return scaling
+
+
+def _used(call: Callable[..., Any], layers: Any, x: Any, outer: Any) -> list[bool]:
+    """Which parameters outside a layer uses; and a check of what it returns.
+
+    Those that it does not use have no gradient there: no array of zeros is added to in each turn.
+    """
+    leaves, treedef = jax.tree.flatten(outer)
+
+    def run(outer: Sequence[Any], layer: Any, x: Any) -> Any:
+        return call(layer, x, treedef.unflatten(outer))
+
+    one = jax.tree.map(lambda leaf: jax.eval_shape(lambda stacked: stacked[0], leaf), layers)
+    traced, shape = jax.make_jaxpr(run, return_shape=True)(leaves, one, x)
+    check.check_layer(x, shape)
+    jaxpr = traced.jaxpr
+    read = {id(var) for equation in jaxpr.eqns for var in equation.invars}
+    read |= {id(var) for var in jaxpr.outvars}
+    return [id(var) in read for var in jaxpr.invars[: len(leaves)]]
+
+
+def _outer_grads(done: _Pass, sums: Sequence[Any], ct: Any) -> Any:
+    """The gradients outside: of `last`, of the layers and of `first`, in the order of the way."""
+    leaves, treedef = jax.tree.flatten(done.from_last)
+    rest = iter(sums)
+    pairs = zip(leaves, done.used, strict=True)
+    summed = [leaf + next(rest) if is_used else leaf for leaf, is_used in pairs]
+    return jax.tree.map(jnp.add, treedef.unflatten(summed), done.to_first(ct))
+
+
+def _stepped(tx: Any, params: Any, state: Any, grads: Any, finite: Any) -> tuple[Any, Any]:
+    """One step of some parameters by themselves."""
+    if hasattr(tx, "step"):
+        new = tx.step(params, state, grads, finite=finite)
+    else:
+        new = apply_gradients(params, tx, state, grads)
+    check.check_step((params, state), new)
+    if finite is None or hasattr(tx, "step"):
+        return new
+    return select_tree(finite, new, (params, state))

@@ -1,0 +1,106 @@
+"""Through a stack of layers and back, one layer's gradient at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+Call = Callable[[Any, Any, Any], Any]
+"""Of one layer's parameters, what enters it and the parameters outside, what leaves it."""
+
+
+def take(tree: Any, number: Any) -> Any:
+    """One layer of stacked arrays."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), tree
+    )
+
+
+def put(tree: Any, layer: Any, number: Any) -> Any:
+    """Stacked arrays with one layer replaced; in a loop that happens in place."""
+    return jax.tree.map(
+        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, number, 0), tree, layer
+    )
+
+
+def pack(tree: Any) -> Any:
+    """Arrays to carry through a loop: those of bfloat16 as the integers of their bits.
+
+    XLA:CPU would else convert all of a bfloat16 array in every turn that updates a part of it.
+    """
+    return jax.tree.map(
+        lambda leaf: (
+            jax.lax.bitcast_convert_type(leaf, jnp.uint16) if leaf.dtype == jnp.bfloat16 else leaf
+        ),
+        tree,
+    )
+
+
+def unpack(tree: Any, like: Any) -> Any:
+    """The arrays that were packed, given some of the same dtypes."""
+    return jax.tree.map(
+        lambda leaf, old: (
+            jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if old.dtype == jnp.bfloat16 else leaf
+        ),
+        tree,
+        like,
+    )
+
+
+def forward(call: Call, layers: Any, x: Any, outer: Any) -> tuple[Any, Any]:
+    """What leaves the last layer, and what enters each: all that is kept for the way back."""
+    return jax.lax.scan(lambda x, layer: (call(layer, x, outer), x), x, layers)
+
+
+def backward(
+    call: Call,
+    frozen: Any,
+    inputs: Any,
+    outer: Any,
+    used: Sequence[bool],
+    ct: Any,
+    visit: Callable[[Any, Any, Any], Any],
+    stack: Any,
+    layer_of: Callable[[Any, Any], Any],
+) -> tuple[Any, list[Any], Any]:
+    """From the last layer to the first.
+
+    Args:
+        call: One layer.
+        frozen: The stacked arrays that are not trained.
+        inputs: What enters each layer, stacked.
+        outer: Trained parameters outside of the stack.
+        used: Which of them to differentiate by.
+        ct: The cotangent of what leaves the last layer.
+        visit: Of the stack, a layer's number and its gradients makes the stack of the next turn.
+        stack: What is carried and changed.
+        layer_of: Of the stack and a number the layer's trained parameters.
+
+    Returns:
+        The cotangent of what enters the first layer; the gradients of the used parameters outside,
+        summed over layers; the stack.
+    """
+    length = jax.tree.leaves(inputs)[0].shape[0]
+    leaves, treedef = jax.tree.flatten(outer)
+    chosen = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
+
+    def whole(chosen: Sequence[Any]) -> Any:
+        rest = iter(chosen)
+        pairs = zip(leaves, used, strict=True)
+        return treedef.unflatten([next(rest) if is_used else leaf for leaf, is_used in pairs])
+
+    def turn(done: Any, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
+        ct, sums, stack = carry
+        number = length - 1 - done
+        others = take(frozen, number)
+
+        def run(layer: Any, x: Any, chosen: Sequence[Any]) -> Any:
+            return call(eqx.combine(layer, others), x, whole(chosen))
+
+        _, pull = jax.vjp(run, layer_of(stack, number), take(inputs, number), chosen)
+        grads, ct, more = pull(ct)
+        return ct, [a + b for a, b in zip(sums, more, strict=True)], visit(stack, number, grads)
+
+    return jax.lax.fori_loop(0, length, turn, (ct, [jnp.zeros_like(c) for c in chosen], stack))
