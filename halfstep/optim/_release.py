@@ -17,7 +17,7 @@ from halfstep._verdict import Verdict, finite_flags, judge, magnitudes
 from halfstep.optim import _release_check as check
 from halfstep.optim._check import StateError
 from halfstep.optim._release_clip import factor, multiply, squares
-from halfstep.optim._release_stack import backward, forward, pack, put, take, unpack
+from halfstep.optim._release_stack import backward, forward, put, take
 
 
 class ReleaseState(NamedTuple):
@@ -227,20 +227,18 @@ class Release:
         finite: Any = None,
     ) -> Any:
         """The way back on which layers step."""
-        old = done.layers, state
-
-        def layer_of(stack: Any, number: Any) -> Any:
-            return unpack(take(stack[0], number), done.layers)
 
         def visit(stack: Any, number: Any, grads: Any) -> Any:
-            layer = unpack(take(stack, number), old)
             grads = self._clipped(by.unscale(grads), factors)
-            return put(stack, pack(_stepped(self.tx, *layer, grads, finite)), number)
+            return put(stack, _stepped(self.tx, *take(stack, number), grads, finite), number)
 
-        ct, sums, stack = done.back(
-            by_outer=by_outer, ct=done.ct, visit=visit, stack=pack(old), layer_of=layer_of
+        return done.back(
+            by_outer=by_outer,
+            ct=done.ct,
+            visit=visit,
+            stack=(done.layers, state),
+            layer_of=lambda stack, number: take(stack[0], number),
         )
-        return ct, sums, unpack(stack, old)
 
     def _clipped(self, grads: Any, by: Any = None) -> Any:
         if self.per_layer_clip is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.lax import bitcast_convert_type
 
 Call = Callable[[Any, Any, Any], Any]
 """Of one layer's parameters, what enters it and the parameters outside, what leaves it."""
@@ -20,33 +21,26 @@ def take(tree: Any, number: Any) -> Any:
 
 def put(tree: Any, layer: Any, number: Any) -> Any:
     """Stacked arrays with one layer replaced; in a loop that happens in place."""
-    return jax.tree.map(
-        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, number, 0), tree, layer
-    )
+
+    def of(leaf: Any, new: Any) -> Any:
+        if leaf.dtype != jnp.bfloat16:
+            return _put(leaf, new, number)
+        return jax.lax.platform_dependent(leaf, new, number, cpu=_put_bits, default=_put)
+
+    return jax.tree.map(of, tree, layer)
 
 
-def pack(tree: Any) -> Any:
-    """Arrays to carry through a loop: those of bfloat16 as the integers of their bits.
+def _put(leaf: Any, new: Any, number: Any) -> Any:
+    return jax.lax.dynamic_update_index_in_dim(leaf, new, number, 0)
 
-    XLA:CPU would else convert all of a bfloat16 array in every turn that updates a part of it.
+
+def _put_bits(leaf: Any, new: Any, number: Any) -> Any:
+    """The same by the bits: XLA:CPU would convert all of a bfloat16 array, in every turn.
+
+    Not on other backends: XLA:TPU copies all of it if its bits are asked for.
     """
-    return jax.tree.map(
-        lambda leaf: (
-            jax.lax.bitcast_convert_type(leaf, jnp.uint16) if leaf.dtype == jnp.bfloat16 else leaf
-        ),
-        tree,
-    )
-
-
-def unpack(tree: Any, like: Any) -> Any:
-    """The arrays that were packed, given some of the same dtypes."""
-    return jax.tree.map(
-        lambda leaf, old: (
-            jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if old.dtype == jnp.bfloat16 else leaf
-        ),
-        tree,
-        like,
-    )
+    words = (bitcast_convert_type(array, jnp.uint16) for array in (leaf, new))
+    return bitcast_convert_type(_put(*words, number), jnp.bfloat16)
 
 
 def forward(call: Call, layers: Any, x: Any, outer: Any) -> tuple[Any, Any]:
