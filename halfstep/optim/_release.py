@@ -92,7 +92,7 @@ class Release:
         return made, ReleaseState(outer_state, layers_state)
 
     def __call__(
-        self, params: Any, state: ReleaseState, batch: Any, scaling: Any = None
+        self, params: Any, state: Any, batch: Any, scaling: Any = None
     ) -> tuple[Any, ...]:
         """One training step.
 
@@ -247,11 +247,11 @@ class Release:
 
 
 def release(
-    layer: Callable[..., Any],
-    tx: optax.GradientTransformation,
+    layer: Any,
+    tx: Any,
     *,
-    first: Callable[..., Any],
-    last: Callable[..., Any],
+    first: Any,
+    last: Any,
     clip: Any = None,
     per_layer_clip: Any = None,
 ) -> Release:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from halfstep._formats import at_least_float32
+
 
 def squares(grads: Any) -> Float32[Array, ""]:
     """The sum of the squares of all gradients, in float32."""
@@ -27,7 +29,7 @@ def multiply(grads: Any, by: Any) -> Any:
     """Gradients times a factor, computed in float32 and of the dtypes that they had."""
 
     def of(leaf: Any) -> Any:
-        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        wide = at_least_float32(leaf.dtype)
         return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
 
     return jax.tree.map(of, grads)

@@ -88,6 +88,7 @@ def plain(
 
     def step(params: Any, state: Any, ids: Any, scaling: Any = None) -> Any:
         trained, frozen = eqx.partition(params, eqx.is_inexact_array)
+        more = ()
 
         def loss(trained: Any) -> Any:
             params = eqx.combine(trained, frozen)
@@ -97,12 +98,12 @@ def plain(
 
         if scaling is None:
             value, grads = jax.value_and_grad(loss)(trained)
-            verdict = finite = None
+            finite = None
         else:
-            value, scaling, verdict, grads = halfstep.filter_value_and_grad(
-                loss, scaling, policy="f32"
-            )(trained)
-            finite = verdict.finite
+            value, grads = jax.value_and_grad(lambda trained: scaling.scale(loss(trained)))(trained)
+            value, grads = scaling.unscale((value, grads))
+            finite = halfstep.all_finite((value, grads))
+            more = scaling.adjust(finite), finite
         by_layer = jax.lax.map(squares, grads["layers"])
         if clip is not None:
             norm = jnp.sqrt(jnp.sum(by_layer) + squares(grads["outer"]))
@@ -120,6 +121,6 @@ def plain(
         )
         params = eqx.combine({"outer": outer, "layers": layers}, frozen)
         state = optim.ReleaseState(outer_state, layers_state)
-        return (value, params, state) if verdict is None else (value, params, state, scaling, verdict)
+        return (value, params, state, *more)
 
     return step

@@ -21,7 +21,6 @@ OPTIMIZERS = {
     "adamw, stochastic": lambda: optim.flash_adamw(1e-2, rounding="stochastic"),
     "lion": lambda: optim.flash_lion(1e-3),
     "sgd": lambda: optim.flash_sgd(0.1, 0.9, nesterov=True),
-    "optax.adamw": lambda: optax.adamw(1e-2),
 }
 
 
@@ -46,14 +45,19 @@ def assert_same(got: Any, expected: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
-def assert_follows(step: Any, plain: Any, args: tuple[Any, ...], *, batches: Any) -> Any:
+def assert_follows(
+    step: Any, plain: Any, args: tuple[Any, ...], *, batches: Any, same: Any = assert_same
+) -> Any:
     """Several steps of both, which agree after each."""
     step, plain = jax.jit(step), jax.jit(plain)
     losses = []
     for ids in batches:
         params, state, *more = args
         got, expected = step(params, state, ids, *more), plain(params, state, ids, *more)
-        assert_same(got, expected)
+        if more:
+            # Of the verdict, which says more, whether all is finite.
+            got = (*got[:-1], got[-1].finite)
+        same(got, expected)
         losses.append(float(got[0]))
         args = got[1:4]
     return args, losses
@@ -68,6 +72,23 @@ def test_it_is_the_plain_step(make: Any, getkey: Any):
     ids = _stack.batch(getkey())
     _, losses = assert_follows(step, _stack.plain(tx), (params, state), batches=[ids] * 4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_optimizer_of_optax(getkey: Any):
+    tx = optax.adamw(1e-2)
+    step = release(tx)
+    params, state = made(step, getkey())
+
+    def close(got: Any, expected: Any) -> None:
+        # XLA fuses Optax's arithmetic as it likes, and sums the 32 tokens as it likes.
+        eps = halfstep.FORMATS["f32"].eps
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            atol = 64 * eps * float(jnp.max(jnp.abs(b)))
+            np.testing.assert_allclose(a, b, rtol=64 * eps, atol=atol)
+
+    batches = [_stack.batch(getkey()) for _ in range(3)]
+    assert_follows(step, _stack.plain(tx), (params, state), batches=batches, same=close)
 
 
 def test_clipping_that_is_not_reached_changes_nothing(getkey: Any):
@@ -86,7 +107,7 @@ def test_clipping_is_that_of_the_plain_step(options: Any, scale: Any, getkey: An
     functions = {
         "first": lambda outer, batch: batch[0] * outer[None],
         "layer": lambda params, x, outer, batch: x + jnp.einsum("bw,wv->bv", x, params),
-        "last": lambda outer, x, batch: jnp.sum(jnp.square(x - batch[1])) / 2,
+        "last": lambda outer, x, batch: jnp.sum(jnp.square(x - batch[1]).astype(jnp.float32)) / 2,
     }
     keys = [getkey() for _ in range(4)]
     params = {
@@ -119,18 +140,13 @@ def test_with_autocast(getkey: Any):
     assert_follows(step, _stack.plain(tx, layer=layer), (params, state), batches=batches)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("make", [halfstep.DynamicLossScaling, halfstep.NoLossScaling])
-def test_with_loss_scaling(make: Any, clip: float | None, getkey: Any):
+def test_with_loss_scaling(getkey: Any):
     tx = optim.flash_adamw(1e-2)
-    step = release(tx, clip=clip)
-    args = (*made(step, getkey()), make())
+    step = release(tx)
+    args = (*made(step, getkey()), halfstep.DynamicLossScaling(2.0**10, period=2))
     batches = [_stack.batch(getkey()) for _ in range(3)]
-    if clip is not None and make is halfstep.NoLossScaling:
-        # The norm is known then, and with it the verdict, which `filter_value_and_grad` does not give.
-        assert jax.jit(step)(*args[:2], batches[0], args[2])[4]
-        return
-    assert_follows(step, _stack.plain(tx, clip=clip), args, batches=batches)
+    (*_, scaling), _ = assert_follows(step, _stack.plain(tx), args, batches=batches)
+    assert scaling.loss_scaling == 2.0**11
 
 
 def test_a_step_that_overflows_is_skipped(getkey: Any):
@@ -158,7 +174,7 @@ def test_a_step_that_overflows_is_skipped(getkey: Any):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["optax.adamw"]])
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda: optax.adamw(1e-2)])
 def test_a_norm_that_is_not_finite_skips_the_step(make: Any, getkey: Any):
     step = release(make(), clip=1.0)
     params, state = made(step, getkey())
@@ -229,7 +245,7 @@ def test_parameters_outside_that_layers_do_not_use_are_not_carried(getkey: Any):
     ]
     stepping = [shapes for shapes in carried if any(dtype == jnp.int8 for _, dtype in shapes)]
     assert len(stepping) == 1
-    assert ((_stack.HIDDEN,), jnp.float32) in stepping[0]
+    assert ((_stack.HIDDEN,), jnp.dtype(jnp.float32)) in stepping[0]
     assert not any(shape == (_stack.WORDS, _stack.WIDTH) for shape, _ in stepping[0])
 
 

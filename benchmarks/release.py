@@ -1,0 +1,285 @@
+"""Peak memory with and without gradient release: `python -m benchmarks.release --json`.
+
+Steps are compiled by XLA's own compilers for hardware that is not there. Needs
+`halfstep[cuda-preflight,tpu-preflight]`. Nothing is run or timed.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Before JAX is imported. Steps are traced here and compiled elsewhere; the GPU plugin, which brings
+# the compiler, would otherwise look for a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import halfstep
+from benchmarks import _llama
+from benchmarks._report import parser, report, table, write
+from halfstep import optim
+from halfstep._preflight._errors import RefusedError
+from halfstep.optim._release_stack import put, take
+
+MODULE = "benchmarks.release"
+PLAIN, RELEASED = "gradients first", "release"
+CLIPPED, SCALED = "release, clip", "release, loss scaling"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A stack of layers, and what is outside."""
+
+    name: str
+    params: Any
+    functions: Mapping[str, Callable[..., Any]]
+    batch: Callable[[int], Any]
+    """For so many examples."""
+    sizes: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def mlp(*, layers: int = 12, width: int = 1024, hidden: int = 4096) -> Model:
+    """Residual layers of two matrices."""
+
+    def layer(params: Any, x: Any, outer: Any, batch: Any) -> Any:
+        del outer, batch
+        return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+    params = {
+        "outer": {},
+        "layers": {
+            "up": jax.ShapeDtypeStruct((layers, width, hidden), jnp.bfloat16),
+            "down": jax.ShapeDtypeStruct((layers, hidden, width), jnp.bfloat16),
+        },
+    }
+    functions = {
+        "layer": layer,
+        "first": lambda outer, batch: batch,
+        "last": lambda outer, x, batch: jnp.mean(jnp.square(x.astype(jnp.float32))),
+    }
+    sizes = {"layers": layers, "width": width, "hidden": hidden}
+    return Model(
+        "residual MLP",
+        params,
+        functions,
+        lambda examples: jax.ShapeDtypeStruct((examples, width), jnp.bfloat16),
+        sizes,
+    )
+
+
+def llama(
+    *,
+    layers: int = 32,
+    width: int = 4096,
+    hidden: int = 11008,
+    vocabulary: int = 32000,
+    tokens: int = 2048,
+) -> Model:
+    """LLaMA's 7 B shape."""
+    sizes = {"layers": layers, "width": width, "hidden": hidden, "vocabulary": vocabulary}
+    return Model(
+        "LLaMA",
+        _llama.shapes(**sizes),
+        {"layer": _llama.layer, "first": _llama.first, "last": _llama.last},
+        lambda examples: jax.ShapeDtypeStruct((examples, tokens + 1), jnp.int32),
+        {**sizes, "tokens": tokens},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """A model for one target, with so many examples on each device."""
+
+    model: Model
+    target: str
+    devices: int
+    examples: int
+    steps: tuple[str, ...]
+
+
+BOTH = (PLAIN, RELEASED)
+ALL = (*BOTH, CLIPPED, SCALED)
+FULL = (
+    Runs(mlp(), "h100", 1, 64, ALL),
+    Runs(mlp(), "v5e", 1, 64, ALL),
+    Runs(llama(), "h100", 1, 1, BOTH),
+    Runs(llama(), "v5p:2x2x1", 4, 1, BOTH),
+)
+SMALL = mlp(layers=4, width=256, hidden=512)
+QUICK = (Runs(SMALL, "h100", 1, 16, BOTH), Runs(SMALL, "v5e", 1, 16, BOTH))
+
+
+def step_of(name: str, model: Model, tx: Any) -> Callable[..., Any]:
+    """A step, and what it takes beside parameters, state and batch."""
+    if name == PLAIN:
+        return plain(model, tx)
+    return optim.release(tx=tx, clip=1.0 if name == CLIPPED else None, **model.functions)
+
+
+def plain(model: Model, tx: Any) -> Callable[..., Any]:
+    """All gradients by a scan over layers that are computed again, then one layer after the other."""
+    first, layer, last = (model.functions[name] for name in ("first", "layer", "last"))
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            @jax.checkpoint
+            def body(x: Any, one: Any) -> Any:
+                return layer(one, x, params["outer"], batch), None
+
+            x, _ = jax.lax.scan(body, first(params["outer"], batch), params["layers"])
+            return last(params["outer"], x, batch)
+
+        value, grads = jax.value_and_grad(loss)(params)
+
+        def turn(number: Any, stack: Any) -> Any:
+            made = tx.step(*take(stack, number), take(grads["layers"], number))
+            return put(stack, made, number)
+
+        length = model.sizes["layers"]
+        stack = jax.lax.fori_loop(0, length, turn, (params["layers"], state.layers))
+        outer, outer_state = tx.step(params["outer"], state.outer, grads["outer"])
+        made = {"outer": outer, "layers": stack[0]}
+        return value, made, optim.ReleaseState(outer_state, stack[1])
+
+    return step
+
+
+def specs(params: Any, state: Any) -> Any:
+    """How parameters and state lie on devices: matrices divided along their rows, by all."""
+
+    def of(path: Any, leaf: Any) -> P:
+        stacked = any(getattr(part, "key", getattr(part, "name", "")) == "layers" for part in path)
+        if leaf.ndim < 2 + stacked:
+            return P()
+        return P(None, "data") if stacked else P("data")
+
+    return jax.tree_util.tree_map_with_path(of, (params, state))
+
+
+def compile_row(runs: Runs, name: str) -> dict[str, Any]:
+    """What a compiler says about one step."""
+    model, tx = runs.model, optim.flash_adamw(1e-3)
+    step = step_of(name, model, tx)
+    state = jax.eval_shape(optim.release(tx=tx, **model.functions).init, model.params)
+    args = (model.params, state, model.batch(runs.examples * runs.devices))
+    if name == SCALED:
+        args = (*args, jax.eval_shape(halfstep.DynamicLossScaling))
+    options: dict[str, Any] = {}
+    if runs.devices > 1:
+        more = [P()] * (len(args) - 3)
+        options = {
+            "mesh": {"data": runs.devices},
+            "shardings": (*specs(*args[:2]), P("data"), *more),
+        }
+    row: dict[str, Any] = {
+        "model": model.name,
+        "parameters": model.count,
+        "target": runs.target,
+        "devices": runs.devices,
+        "examples": runs.examples,
+        "step": name,
+    }
+    try:
+        (entry,) = halfstep.preflight(
+            lambda *args: step(*args),
+            args,
+            targets=runs.target,
+            donate_argnums=(0, 1),
+            progress=False,
+            **options,
+        ).entries
+    except RefusedError as error:
+        return {**row, "refused": str(error).splitlines()[-1].strip()}
+    peak = entry.peak_bytes
+    return {
+        **row,
+        "peak_bytes": peak,
+        "argument_bytes": entry.argument_bytes,
+        "temp_bytes": entry.temp_bytes,
+        "traffic_bytes": entry.traffic_bytes,
+        "usable_bytes": entry.usable_bytes,
+        "fits": entry.fits,
+        "gemm": entry.gemm,
+        # All devices together.
+        "bytes_per_parameter": None if peak is None else peak * runs.devices / model.count,
+    }
+
+
+def measure(plan: Sequence[Runs]) -> dict[str, Any]:
+    """All rows, with what is needed to make them again."""
+    jobs = [(runs, name) for runs in plan for name in runs.steps]
+    rows = []
+    bar = tqdm(jobs, desc="compile", unit="step")
+    for runs, name in bar:
+        bar.set_postfix_str(f"{runs.model.name}, {runs.target}, {name}")
+        rows.append(compile_row(runs, name))
+    models = {runs.model.name: dict(runs.model.sizes) for runs in plan}
+    return report(
+        MODULE,
+        {"models": models, "optimizer": "flash_adamw, 24 bits", "rows": rows},
+        packages=("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu"),
+    )
+
+
+def lines(made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows as they are shown."""
+    shown = []
+    for row in made["rows"]:
+        line = {
+            "model": f"{row['model']}, {row['parameters'] / 1e9:.2f} B",
+            "target": row["target"],
+            "step": row["step"],
+        }
+        if row.get("peak_bytes") is None:
+            shown.append({**line, "peak": "refused" if "refused" in row else "does not fit"})
+            continue
+        shown.append(
+            {
+                **line,
+                "peak": f"{row['peak_bytes'] / 2**20:,.0f}",
+                "temporaries": f"{row['temp_bytes'] / 2**20:,.0f}",
+                "each": f"{row['bytes_per_parameter']:.2f}",
+                "fits": "yes" if row["fits"] else "no",
+            }
+        )
+    return shown
+
+
+COLUMNS = {
+    "model": "model",
+    "target": "target",
+    "step": "step",
+    "peak": "peak MiB a device",
+    "temporaries": "of it temporaries",
+    "each": "bytes a parameter",
+    "fits": "fits",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    options = parser(MODULE, __doc__ or "")
+    options.add_argument("--quick", action="store_true", help="a small model, two targets")
+    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
+    parsed = options.parse_args(argv)
+    if parsed.source:
+        made = json.loads(pathlib.Path(parsed.source).read_text())
+    else:
+        made = measure(QUICK if parsed.quick else FULL)
+    write(made, parsed.json)
+    if parsed.json != "-":
+        print(table(lines(made), COLUMNS))
+    return made
+
+
+if __name__ == "__main__":
+    main()
