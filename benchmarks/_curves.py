@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,23 @@ from examples._plot import STYLES, draw
 
 # In the lower panel the two lie on one another, with bands around both.
 APART: Mapping[str, Any] = {"linewidth": 1.6}
+OTHERS: Mapping[str, Any] = MappingProxyType(
+    {
+        name: {**STYLES[like], "label": name}
+        for name, like in (
+            ("optax.adamw, f32", "f32"),
+            ("flash_adamw, 24 bits", "bf16"),
+            ("flash_adamw, 32 bits", "f16"),
+        )
+    }
+)
+"""Of optimizers."""
 
 
 def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw a report of `benchmarks.training`."""
+    """Draw a report of `benchmarks.training`, or of one like it."""
+    styles = {run["policy"]: {**STYLES, **OTHERS}[run["policy"]] for run in made["runs"]}
+    first = next(iter(styles))
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     panels = figure.subplots(
         2, len(made["tasks"]), squeeze=False, sharex="col", height_ratios=(2, 1.15)
@@ -25,15 +39,15 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
         runs = [run for run in made["runs"] if run["task"] == task]
         curves = {
             policy: np.asarray([run["curve"] for run in runs if run["policy"] == policy])
-            for policy in STYLES
+            for policy in styles
         }
         # A mean stands in the middle of the steps that it is of.
-        steps = (np.arange(curves["f32"].shape[1]) + 0.5) * made["every"]
+        steps = (np.arange(curves[first].shape[1]) + 0.5) * made["every"]
         losses, apart = panels[:, column]
-        for policy, style in STYLES.items():
+        for policy, style in styles.items():
             draw(losses, steps, curves[policy], style)
-            if policy != "f32":
-                percent = 100 * (curves[policy] / curves["f32"] - 1)
+            if policy != first:
+                percent = 100 * (curves[policy] / curves[first] - 1)
                 draw(apart, steps, percent, {**style, **APART, "label": "_"})
         guess(losses, about["guessing"])
         bar(apart, made["bar_percent"])
@@ -55,7 +69,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
         losses.set_title(task)
         apart.set_xlabel("step")
     panels[0, 0].set_ylabel("training loss")
-    panels[1, 0].set_ylabel("difference to float32")
+    panels[1, 0].set_ylabel(f"difference to {first}")
     pairs = zip(*panels[0, 0].get_legend_handles_labels(), strict=True)
     marks = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels[1])
     named = {label: handle for group in (pairs, *marks) for handle, label in group}

@@ -80,6 +80,8 @@ def _turned(x: Array) -> Array:
     half = x.shape[-1] // 2
     rates = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates
-    cosine, sine = (part.astype(x.dtype)[None, :, None] for part in (jnp.cos(angle), jnp.sin(angle)))
+    cosine, sine = (
+        part.astype(x.dtype)[None, :, None] for part in (jnp.cos(angle), jnp.sin(angle))
+    )
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cosine - b * sine, a * sine + b * cosine], axis=-1)

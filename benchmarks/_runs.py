@@ -49,9 +49,16 @@ def optimizer_of(task: Task) -> optax.GradientTransformation:
 class Trainer:
     """A task in one precision, compiled once for all seeds."""
 
-    def __init__(self, task: Task, policy: str):
-        self.task, self.policy = task, policy
-        self.optimizer = optimizer_of(task)
+    def __init__(
+        self,
+        task: Task,
+        policy: str,
+        *,
+        optimizer: optax.GradientTransformation | None = None,
+        prepared: Callable[[Any], Any] = lambda model: model,
+    ):
+        self.task, self.policy, self.prepared = task, policy, prepared
+        self.optimizer = optimizer or optimizer_of(task)
         self.static = eqx.partition(eqx.filter_eval_shape(task.init, jax.random.key(0)), _is_array)[
             1
         ]
@@ -87,7 +94,7 @@ class Trainer:
     def run(self, seed: int, bar: tqdm) -> dict[str, Any]:
         """Train from a seed, which decides the initial parameters and the order of the data."""
         task, schedule = self.task, self.task.schedule
-        model = eqx.filter(task.init(jax.random.key(seed)), eqx.is_array)
+        model = self.prepared(eqx.filter(task.init(jax.random.key(seed)), eqx.is_array))
         state = State(model, self.optimizer.init(model), scaling_of(self.policy), halfstep.Ledger())
         shape = (schedule.steps // schedule.chunk, schedule.chunk, schedule.batch)
         order = np.random.default_rng(seed).integers(task.places, size=shape)

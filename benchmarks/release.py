@@ -127,7 +127,7 @@ def step_of(name: str, model: Model, tx: Any) -> Callable[..., Any]:
 
 
 def plain(model: Model, tx: Any) -> Callable[..., Any]:
-    """All gradients by a scan over layers that are computed again, then one layer after the other."""
+    """All gradients by a scan over layers that are computed again, then layer after layer."""
     first, layer, last = (model.functions[name] for name in ("first", "layer", "last"))
 
     def step(params: Any, state: Any, batch: Any) -> Any:

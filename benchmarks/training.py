@@ -10,6 +10,7 @@ float32 function. The exit status is 1 if a bar is missed. The loss is all this 
 the time of a step says nothing about 16 bits. Needs `halfstep[examples]`.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -36,7 +37,6 @@ from benchmarks._tasks import Schedule, Task, fashion_mnist, python_sources
 
 MODULE = "benchmarks.training"
 POLICIES = ("f32", "bf16", "f16")
-REFERENCE = "f32"
 BAR_PERCENT = 0.5
 """How far a mean loss may lie below or above float32's."""
 LEARNED = 0.75
@@ -85,15 +85,20 @@ QUICK = Plan(
 )
 
 
-def train(tasks: Sequence[Task], seeds: Sequence[int]) -> list[dict[str, Any]]:
+def train(
+    tasks: Sequence[Task],
+    seeds: Sequence[int],
+    policies: Sequence[str] = POLICIES,
+    trainer_of: Callable[[Task, str], Trainer] | None = None,
+) -> list[dict[str, Any]]:
     """One row for each task, policy and seed."""
-    total = len(POLICIES) * len(seeds) * sum(task.schedule.steps for task in tasks)
+    total = len(policies) * len(seeds) * sum(task.schedule.steps for task in tasks)
     rows = []
     with tqdm(total=total, unit="step", smoothing=0.02) as bar:
         for task in tasks:
             bar.set_description(task.name)
-            for policy in POLICIES:
-                trainer = Trainer(task, policy)
+            for policy in policies:
+                trainer = (trainer_of or Trainer)(task, policy)
                 for seed in seeds:
                     made = trainer.run(seed, bar)
                     means = made.pop("losses").reshape(-1, EVERY).mean(axis=1)
@@ -127,13 +132,18 @@ LOSSES: Mapping[str, Callable[[Mapping[str, Any]], float]] = MappingProxyType(
 """The losses that are compared."""
 
 
-def summarize(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Means over the seeds, their differences to float32, and whether the bars are met."""
+def summarize(
+    runs: Sequence[Mapping[str, Any]],
+    tasks: Mapping[str, Any],
+    policies: Sequence[str] = POLICIES,
+) -> dict[str, Any]:
+    """Means over the seeds, their differences to the first, and whether the bars are met."""
+    first = policies[0]
     results, bars = [], {}
     for task, about in tasks.items():
         mine = [run for run in runs if run["task"] == task]
-        reference = {run["seed"]: run for run in mine if run["policy"] == REFERENCE}
-        for policy in POLICIES:
+        reference = {run["seed"]: run for run in mine if run["policy"] == first}
+        for policy in policies:
             group = [run for run in mine if run["policy"] == policy]
             row: dict[str, Any] = {"task": task, "policy": policy}
             for name, loss in LOSSES.items():
@@ -144,9 +154,9 @@ def summarize(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Any]) -> di
                 row[f"{name}_percent_of_seeds"] = [
                     rounded(100 * (loss(run) / loss(reference[run["seed"]]) - 1)) for run in group
                 ]
-                if policy != REFERENCE:
+                if policy != first:
                     what = f"{task}, {policy}, {name.replace('_', '-')} loss"
-                    bars[f"{what}: within {BAR_PERCENT} % of {REFERENCE}"] = (
+                    bars[f"{what}: within {BAR_PERCENT} % of {first}"] = (
                         abs(row[f"{name}_percent"]) <= BAR_PERCENT
                     )
             if all("held_out_accuracy" in run for run in group):
@@ -156,14 +166,19 @@ def summarize(runs: Sequence[Mapping[str, Any]], tasks: Mapping[str, Any]) -> di
             row["loss_scales"] = [run["loss_scale"] for run in group]
             results.append(row)
         learned = next(row for row in results if row["task"] == task)["held_out_loss"]
-        bars[f"{task}: {REFERENCE} learns"] = learned <= LEARNED * about["guessing"]
+        bars[f"{task}: {first} learns"] = learned <= LEARNED * about["guessing"]
     return {"results": results, "bars": bars, "passed": all(bars.values())}
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(
+    plan: Plan,
+    module: str = MODULE,
+    policies: Sequence[str] = POLICIES,
+    trainer_of: Callable[[Task, str], Trainer] | None = None,
+) -> dict[str, Any]:
     """Train every run and report on all."""
     tasks = plan.tasks()
-    runs = train(tasks, plan.seeds)
+    runs = train(tasks, plan.seeds, policies, trainer_of)
     about = {task.name: {**task.about, **dataclasses.asdict(task.schedule)} for task in tasks}
     results = {
         "backend": jax.default_backend(),
@@ -172,10 +187,10 @@ def measure(plan: Plan) -> dict[str, Any]:
         "bar_percent": BAR_PERCENT,
         "every": EVERY,
         "tail": TAIL,
-        **summarize(runs, about),
+        **summarize(runs, about, policies),
         "runs": runs,
     }
-    return report(MODULE, results, packages=("numpy",))
+    return report(module, results, packages=("numpy",))
 
 
 def to_json(made: Mapping[str, Any]) -> str:
@@ -203,7 +218,17 @@ def show(made: Mapping[str, Any], file: TextIO) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train, or read an earlier report; write, draw and print it."""
     options = parser(MODULE, "The loss of two models in float32, bfloat16 and float16.")
+    return run(options, argv, lambda quick: measure(QUICK if quick else FULL))
+
+
+def run(
+    options: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    make: Callable[[bool], dict[str, Any]],
+) -> int:
+    """The command: where the report comes from, and where it goes."""
     options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the curves")
     options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
     options.add_argument("--quick", action="store_true", help="tiny models, twenty steps, one seed")
@@ -211,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.source:
         made = json.loads(pathlib.Path(parsed.source).read_text())
     else:
-        made = measure(QUICK if parsed.quick else FULL)
+        made = make(parsed.quick)
     if parsed.json == "-":
         print(to_json(made))
     elif parsed.json:
