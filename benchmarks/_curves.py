@@ -20,7 +20,6 @@ OTHERS: Mapping[str, Any] = MappingProxyType(
         for name, like in (
             ("optax.adamw, f32", "f32"),
             ("flash_adamw, 24 bits", "bf16"),
-            ("flash_adamw, 32 bits", "f16"),
         )
     }
 )

@@ -37,13 +37,20 @@ class Recipe:
     moments: tuple[bool, bool]
     """Whether it has a first and a second one."""
     nesterov: bool = False
+    coupled: bool = False
     stochastic: bool = False
     seed: int = 0
     implementation: Implementation = None
 
     def spec(self, groups: Groups) -> Spec:
         """How one leaf is updated."""
-        return Spec(self.algorithm, groups, nesterov=self.nesterov, stochastic=self.stochastic)
+        return Spec(
+            self.algorithm,
+            groups,
+            nesterov=self.nesterov,
+            stochastic=self.stochastic,
+            coupled=self.coupled,
+        )
 
 
 def flash(recipe: Recipe) -> Transformation:

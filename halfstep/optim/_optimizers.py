@@ -87,7 +87,7 @@ def flash_adamw(
             eps,
             weight_decay,
             mask,
-            _layout(master_bits, keep, min_size, scale_dtype),
+            layout_of(master_bits, keep, min_size, scale_dtype),
             (True, True),
             stochastic=_is_stochastic(rounding),
             seed=seed or 0,
@@ -187,7 +187,7 @@ def flash_lion(
             0.0,
             weight_decay,
             mask,
-            _layout(master_bits, keep, min_size, scale_dtype),
+            layout_of(master_bits, keep, min_size, scale_dtype),
             (True, False),
             stochastic=_is_stochastic(rounding),
             seed=seed or 0,
@@ -239,7 +239,7 @@ def flash_sgd(
             0.0,
             weight_decay,
             mask,
-            _layout(master_bits, keep, min_size, scale_dtype),
+            layout_of(master_bits, keep, min_size, scale_dtype),
             (momentum is not None, False),
             nesterov=nesterov,
             stochastic=_is_stochastic(rounding),
@@ -249,9 +249,10 @@ def flash_sgd(
     )
 
 
-def _layout(
+def layout_of(
     master_bits: Any, keep: Sequence[str], min_size: int | None, scale_dtype: Any
 ) -> Layout:
+    """The layout of a state, as the options of an optimizer say it."""
     # By kind first: a traced 24 (from `inject_hyperparams`) is no text and has no value.
     is_known = master_bits is None or isinstance(master_bits, int | str)
     if not is_known or master_bits not in (None, "auto", 24, 32):

@@ -91,9 +91,7 @@ class Release:
         made = eqx.combine({"outer": outer, "layers": layers}, frozen)
         return made, ReleaseState(outer_state, layers_state)
 
-    def __call__(
-        self, params: Any, state: Any, batch: Any, scaling: Any = None
-    ) -> tuple[Any, ...]:
+    def __call__(self, params: Any, state: Any, batch: Any, scaling: Any = None) -> tuple[Any, ...]:
         """One training step.
 
         Args:
@@ -151,9 +149,7 @@ class Release:
 
         def back(*, by_outer: bool, ct: Any, **options: Any) -> Any:
             chosen = used if by_outer else [False] * len(used)
-            return backward(
-                call, frozen["layers"], inputs, trained["outer"], chosen, ct, **options
-            )
+            return backward(call, frozen["layers"], inputs, trained["outer"], chosen, ct, **options)
 
         return _Pass(
             loss,
@@ -186,9 +182,7 @@ class Release:
         made = {"outer": outer, "layers": layers}
         return made, ReleaseState(outer_state, layers_state), verdict
 
-    def _judge(
-        self, done: _Pass, by: AbstractLossScaling, length: int
-    ) -> tuple[Any, Any, Verdict]:
+    def _judge(self, done: _Pass, by: AbstractLossScaling, length: int) -> tuple[Any, Any, Verdict]:
         """A first way back: the gradients outside, the norm of all, and whether all are finite."""
 
         def visit(carry: tuple[Any, Any], number: Any, grads: Any) -> tuple[Any, Any]:

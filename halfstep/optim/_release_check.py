@@ -124,9 +124,7 @@ def check_function(function: Any, name: str, form: str) -> Callable[..., Any]:
 def _difference(before: Any, after: Any) -> str:
     if jax.tree.structure(before) != jax.tree.structure(after):
         return f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
-    )
+    pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
     for (path, old), new in pairs:
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             at = path_string(path)

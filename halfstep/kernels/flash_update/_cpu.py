@@ -73,6 +73,7 @@ def _fits(leaf: Leaf, grad: Any, spec: Spec) -> bool:
     floats = (jnp.bfloat16, jnp.float32)
     return (
         leaf.first is not None
+        and not spec.coupled
         and leaf.first.dtype == jnp.int8
         and (leaf.second is None or leaf.second.dtype == jnp.uint8)
         and leaf.param.dtype in floats

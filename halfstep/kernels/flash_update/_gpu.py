@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from halfstep.kernels.flash_update._block import SCALES, View, refusal as refusal, update_block, view_of
+from halfstep.kernels.flash_update._block import (
+    SCALES,
+    View,
+    refusal as refusal,
+    update_block,
+    view_of,
+)
 from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
 _ELEMENTS = 4096
@@ -35,7 +41,11 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         # One number for a block, and three made of it here: a grid's first size may be any.
         div, rem = jax.lax.div, jax.lax.rem
         line = div(number, jnp.int32(across))
-        return div(line, jnp.int32(down)), rem(line, jnp.int32(down)), rem(number, jnp.int32(across))
+        return (
+            div(line, jnp.int32(down)),
+            rem(line, jnp.int32(down)),
+            rem(number, jnp.int32(across)),
+        )
 
     def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
         start = at(pl.program_id(0))
@@ -58,9 +68,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         for i, ref, mask in zip(present, refs[len(present) :], masks, strict=True):
             plgpu.store(ref, new[i], mask=mask)
 
-    arrays = [
-        leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present
-    ]
+    arrays = [leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present]
     of_block = pl.BlockSpec((None, rows, cols), at)
     of_scale = pl.BlockSpec((None, *scales), at)
     specs = [of_scale if i in SCALES else of_block for i in present]

@@ -18,6 +18,8 @@ def updated(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
         by: The hyperparameters of this step.
         spec: Which optimizer it is.
     """
+    if spec.coupled:
+        grad, by = grad + by.decay * old.value, by._replace(decay=0)
     # An element whose gradient is not finite stays as it is, and its group is not told of it.
     is_finite = jnp.abs(grad) <= float(jnp.finfo(jnp.float32).max)
     new = _RULES[spec.algorithm](old, jnp.where(is_finite, grad, 0), by, spec)

@@ -55,6 +55,8 @@ class Spec:
     second_code: str = "root8"
     stochastic: bool = False
     """Whether the second moment and a split of 8 bits are rounded at random."""
+    coupled: bool = False
+    """Whether weights decay by their gradient, and not beside it."""
 
     @property
     def first(self) -> Code:

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from halfstep.kernels.flash_update._block import SCALES, View, refusal as common_refusal, update_block
+from halfstep.kernels.flash_update._block import (
+    SCALES,
+    View,
+    refusal as common_refusal,
+    update_block,
+)
 from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
 _ROWS = 256

@@ -1,0 +1,310 @@
+"""The names of flashoptim-jax, made of `halfstep.optim`.
+
+Change the import and keep the rest:
+
+```python
+from halfstep.compat.flashoptim_jax import flash_adamw, flash_lion, flash_sgdw
+```
+
+What differs, and why: scales are bfloat16 and of rows, not float16 and of flat runs, so that small
+and large gradients survive, one outlier does not move its neighbors, and leaves can be sharded. The
+split of weights is one of bits, exact for 32 of them. Leaves of fewer than 4096 elements keep
+float32 moments. The optimizers are also Optax's, run on CPUs, GPUs and TPUs, and states of the two
+libraries are not exchangeable: `reconstruct_weights` there and `set_fp32_params` here carry
+parameters over.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from halfstep.optim import FlashState
+from halfstep.optim._flash import Recipe, flash
+from halfstep.optim._optimizers import layout_of
+from halfstep.optim._transform import Transformation
+from halfstep.quant import join, split
+
+_EVERYTHING = 1 << 62
+
+
+class FlashAdamState(NamedTuple):
+    """The state of `flash_adam` and `flash_adamw`."""
+
+    count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: Any
+    nu: Any
+    ecc: Any
+
+
+class FlashLionState(NamedTuple):
+    """The state of `flash_lion`."""
+
+    count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: Any
+    ecc: Any
+
+
+class FlashSGDState(NamedTuple):
+    """The state of `flash_sgd` and `flash_sgdw`."""
+
+    count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: Any
+    ecc: Any
+
+
+class FlashOptimizer(optax.GradientTransformationExtraArgs):
+    """`init` and `step`; and `update`, with which it is an optimizer of Optax."""
+
+    step: Callable[..., tuple[Any, Any]]
+
+
+def flash_adamw(
+    learning_rate: Any = 1e-3,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-2,
+    quantize: bool = True,
+    master_weight_bits: int | None = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Any = None,
+) -> FlashOptimizer:
+    """AdamW with decoupled weight decay; see `halfstep.optim.flash_adamw`."""
+    _check(group_size, param_groups)
+    options = _options(quantize, master_weight_bits, fused)
+    recipe = Recipe(
+        "adam", learning_rate, b1, b2, eps, weight_decay, None, moments=(True, True), **options
+    )
+    return _wrapped(flash(recipe), FlashAdamState)
+
+
+def flash_adam(
+    learning_rate: Any = 1e-3,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    quantize: bool = True,
+    master_weight_bits: int | None = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Any = None,
+) -> FlashOptimizer:
+    """Adam; weight decay is a part of the gradient."""
+    _check(group_size, param_groups)
+    options = _options(quantize, master_weight_bits, fused)
+    recipe = Recipe(
+        "adam",
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        None,
+        moments=(True, True),
+        coupled=True,
+        **options,
+    )
+    return _wrapped(flash(recipe), FlashAdamState)
+
+
+def flash_lion(
+    learning_rate: Any = 1e-4,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    weight_decay: Any = 0.0,
+    quantize: bool = True,
+    master_weight_bits: int | None = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Any = None,
+) -> FlashOptimizer:
+    """Lion; see `halfstep.optim.flash_lion`."""
+    _check(group_size, param_groups)
+    options = _options(quantize, master_weight_bits, fused)
+    recipe = Recipe(
+        "lion", learning_rate, b1, b2, 0.0, weight_decay, None, moments=(True, False), **options
+    )
+    return _wrapped(flash(recipe), FlashLionState)
+
+
+def flash_sgd(
+    learning_rate: Any = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: Any = 0.0,
+    nesterov: bool = False,
+    quantize: bool = True,
+    master_weight_bits: int | None = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Any = None,
+) -> FlashOptimizer:
+    """Gradient descent; weight decay is a part of the gradient."""
+    _check(group_size, param_groups)
+    options = _options(quantize, master_weight_bits, fused)
+    return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, True, options)
+
+
+def flash_sgdw(
+    learning_rate: Any = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: Any = 0.0,
+    nesterov: bool = False,
+    quantize: bool = True,
+    master_weight_bits: int | None = 24,
+    group_size: int = 32,
+    fused: bool = True,
+    param_groups: Any = None,
+) -> FlashOptimizer:
+    """Gradient descent with decoupled weight decay; see `halfstep.optim.flash_sgd`."""
+    _check(group_size, param_groups)
+    options = _options(quantize, master_weight_bits, fused)
+    return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, False, options)
+
+
+def _sgd(
+    rate: Any,
+    momentum: float,
+    dampening: float,
+    decay: Any,
+    nesterov: bool,
+    coupled: bool,
+    options: dict[str, Any],
+) -> FlashOptimizer:
+    if dampening:
+        raise ValueError(f"dampening must be 0; got {dampening}. Use a smaller learning rate.")
+    recipe = Recipe(
+        "sgd",
+        rate,
+        momentum,
+        0.0,
+        0.0,
+        decay,
+        None,
+        moments=(bool(momentum), False),
+        nesterov=nesterov,
+        coupled=coupled,
+        **options,
+    )
+    return _wrapped(flash(recipe), FlashSGDState)
+
+
+def _check(group_size: int, param_groups: Any) -> None:
+    if group_size != 32:
+        raise ValueError(f"group_size must be 32, for which kernels are written; got {group_size}.")
+    if param_groups is not None:
+        raise ValueError(
+            "param_groups is not supported: use optax.multi_transform, of which these optimizers "
+            f"can be parts; got {param_groups!r}."
+        )
+
+
+def _options(quantize: bool, master_weight_bits: int | None, fused: bool) -> dict[str, Any]:
+    layout = layout_of(master_weight_bits, (), None if quantize else _EVERYTHING, "bfloat16")
+    return {"layout": layout, "implementation": None if fused else "xla"}
+
+
+def _wrapped(tx: Transformation, kind: Any) -> FlashOptimizer:
+    """An optimizer whose state has flashoptim-jax's names."""
+
+    def theirs(state: FlashState) -> Any:
+        found = {"count": state.count, "mu": state.first, "nu": state.second, "ecc": state.low}
+        return kind(**{name: found[name] for name in kind._fields})
+
+    def ours(params: Any, state: Any) -> FlashState:
+        nothing = jax.tree.map(lambda _: None, params)
+        return FlashState(state.count, state.ecc, state.mu, getattr(state, "nu", nothing))
+
+    def init(params: Any) -> Any:
+        return theirs(tx.init(params))
+
+    def step(params: Any, state: Any, grads: Any, finite: Any = None) -> tuple[Any, Any]:
+        params, made = tx.step(params, ours(params, state), grads, finite)
+        return params, theirs(made)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        made, state = tx.update(updates, ours(params, state), params, **extra)
+        return made, theirs(state)
+
+    pair: Any = (init, update)
+    made = FlashOptimizer(*pair)
+    made.step = step
+    return made
+
+
+def flash_adamw_state_dict(state: FlashAdamState) -> dict[str, Any]:
+    """A state as a dictionary of trees of arrays."""
+    return dict(state._asdict())
+
+
+def load_flash_adamw_state_dict(state_dict: dict[str, Any]) -> FlashAdamState:
+    """The state of a dictionary."""
+    return FlashAdamState(**state_dict)
+
+
+def flash_lion_state_dict(state: FlashLionState) -> dict[str, Any]:
+    """A state as a dictionary of trees of arrays."""
+    return dict(state._asdict())
+
+
+def load_flash_lion_state_dict(state_dict: dict[str, Any]) -> FlashLionState:
+    """The state of a dictionary."""
+    return FlashLionState(**state_dict)
+
+
+def flash_sgd_state_dict(state: FlashSGDState) -> dict[str, Any]:
+    """A state as a dictionary of trees of arrays."""
+    return dict(state._asdict())
+
+
+def load_flash_sgd_state_dict(state_dict: dict[str, Any]) -> FlashSGDState:
+    """The state of a dictionary."""
+    return FlashSGDState(**state_dict)
+
+
+def cast_tree_bf16(params: Any) -> Any:
+    """Float leaves in bfloat16."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
+    )
+
+
+def split_leaf(
+    theta: Any, narrow_dtype: Any = jnp.bfloat16, master_weight_bits: int | None = 24
+) -> tuple[Any, Any]:
+    """A float32 leaf as a parameter of a dtype, and what it lacks."""
+    if jnp.dtype(narrow_dtype) == jnp.float32 or master_weight_bits is None:
+        return theta.astype(narrow_dtype), None
+    if jnp.dtype(narrow_dtype) != jnp.bfloat16:
+        raise ValueError(
+            f"a split is into bfloat16 and the rest; got narrow_dtype={jnp.dtype(narrow_dtype)}."
+        )
+    return split(theta.astype(jnp.float32), bits=8 if master_weight_bits == 24 else 16)
+
+
+def reconstruct_leaf(theta_lp: Any, rho: Any) -> Any:
+    """The float32 leaf of a parameter and what it lacks."""
+    return theta_lp.astype(jnp.float32) if rho is None else join(theta_lp, rho)
+
+
+def reconstruct_weights(params_lp: Any, errors: Any) -> Any:
+    """Float32 parameters of those that are computed with, and the `ecc` of a state."""
+    leaves, treedef = jax.tree.flatten(params_lp)
+    pairs = zip(leaves, treedef.flatten_up_to(errors), strict=True)
+    return treedef.unflatten([reconstruct_leaf(*pair) for pair in pairs])
+
+
+def set_fp32_params(
+    fp32_params: Any, param_template: Any, master_weight_bits: int | None = 24
+) -> tuple[Any, Any]:
+    """Float32 parameters as those of a template's dtypes, and the `ecc` of a state."""
+    leaves, treedef = jax.tree.flatten(fp32_params)
+    pairs = zip(leaves, treedef.flatten_up_to(param_template), strict=True)
+    made = [split_leaf(leaf, like.dtype, master_weight_bits) for leaf, like in pairs]
+    return treedef.unflatten([a for a, _ in made]), treedef.unflatten([b for _, b in made])
