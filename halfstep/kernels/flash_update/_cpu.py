@@ -134,10 +134,10 @@ class _Passes(NamedTuple):
     def _largest(self, zero: Any, grad: Any, *moments: Any) -> list[Any]:
         """The scales of each eight elements."""
         folded = [self._folded(x) for x in (_words(grad), moments[0], *moments[2:3])]
-        wide = [_opaque(widened(s), zero)[..., None, :] for s in (moments[1], *moments[3:])]
+        wide = [widened(s)[..., None, :] for s in (moments[1], *moments[3:])]
         found: list[Any] = []
         for row in range(_FOLD):
-            grad_row, *codes = (x[..., row, :] for x in folded)
+            grad_row, *codes = (_opaque(x[..., row, :], zero) for x in folded)
             old = [
                 code.decode(c, s)
                 for code, c, s in zip(
@@ -145,7 +145,7 @@ class _Passes(NamedTuple):
                 )
             ]
             moments_row = Moments(jnp.float32(0), old[0], old[1] * old[1] if old[1:] else None)
-            new = updated(moments_row, _opaque(_floats(grad_row), zero), self.by, self.spec)
+            new = updated(moments_row, _floats(grad_row), self.by, self.spec)
             # Of values that are not negative, words are in their order, and NaN is the largest.
             magnitudes = [jnp.abs(new.first), *([new.second] if old[1:] else [])]
             row_words = [bitcast_convert_type(x, jnp.int32) for x in magnitudes]
@@ -161,12 +161,12 @@ class _Passes(NamedTuple):
         if leaf.low is None:
             value = _opaque(widened(leaf.param), zero)
         else:
-            value = join(leaf.param, leaf.low ^ zero.astype(leaf.low.dtype))
+            value = join(leaf.param, _opaque(leaf.low, zero))
         second = None
         if leaf.second is not None:
-            root = spec.second.decode(leaf.second, self._scale(leaf.second_scale, zero))
+            root = spec.second.decode(_opaque(leaf.second, zero), self._scale(leaf.second_scale))
             second = root * root
-        first = spec.first.decode(leaf.first, self._scale(leaf.first_scale, zero))
+        first = spec.first.decode(_opaque(leaf.first, zero), self._scale(leaf.first_scale))
         grad = _opaque(widened(self.grad), zero)
         return updated(Moments(value, first, second), grad, self.by, spec)
 
@@ -178,8 +178,8 @@ class _Passes(NamedTuple):
         bits = 8 if self.leaf.low.dtype == jnp.int8 else 16
         return split(self._new(zero).value, bits=bits, noise=words)
 
-    def _scale(self, scale: Any, zero: Any) -> Any:
-        return self._spread(_opaque(widened(scale), zero))
+    def _scale(self, scale: Any) -> Any:
+        return self._spread(widened(scale))
 
     def _spread(self, scale: Any) -> Any:
         """Scales of every element, in the shape of the leaf: only then is it written in place."""
@@ -200,13 +200,14 @@ def _over_parts(*parts: Any) -> list[Any]:
 
 
 def _stored(words: Any, zero: Any, old: Any, keep: Any) -> Any:
-    new = bitcast_convert_type(words ^ zero.astype(words.dtype), old.dtype)
+    new = bitcast_convert_type(_opaque(words, zero), old.dtype)
     return jnp.where(keep, new, old)
 
 
 def _opaque(value: Any, zero: Any) -> Any:
-    """A value that the compiler takes for another one."""
-    return bitcast_convert_type(bitcast_convert_type(value, jnp.uint32) ^ zero, jnp.float32)
+    """The same value, which the compiler takes for another one."""
+    words = _words(value)
+    return bitcast_convert_type(words ^ zero.astype(words.dtype), value.dtype)
 
 
 def _after(value: Any, always: Any) -> Any:
