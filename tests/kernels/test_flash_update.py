@@ -56,9 +56,17 @@ def assert_same(left: Leaf, right: Leaf) -> None:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("kind", ["reference", "gpu", "tpu"])
+# Both kernels run the same block: all pairs on one of them, and on the others each once.
+PAIRS = [
+    (kind, algorithm, low)
+    for kind in ("reference", "gpu", "tpu")
+    for algorithm in ALGORITHMS
+    for low in LOWS
+    if kind == "gpu" or algorithm == "adam" or low == "24 bits"
+]
+
+
+@pytest.mark.parametrize(("kind", "algorithm", "low"), PAIRS)
 def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
     param, bits = LOWS[low]
     grad_dtype = GRADS[ALGORITHMS.index(algorithm) % (2 if kind == "tpu" else 3)]
@@ -91,7 +99,7 @@ def test_an_element_that_is_not_finite_is_left_out(kind: str) -> None:
     hole = run(kind, leaf, grad.at[5, 7].set(jnp.nan), scalars(), spec)
     none = run(kind, leaf, grad.at[5, 7].set(0), scalars(), spec)
     assert hole.param[5, 7] == leaf.param[5, 7]
-    assert_same(hole._replace(param=0 * hole.param, low=None), none._replace(param=0 * none.param, low=None))
+    assert_same(*(new._replace(param=None, low=None) for new in (hole, none)))
 
 
 def test_no_kernel_has_an_error_that_says_what_to_type() -> None:
@@ -101,8 +109,6 @@ def test_no_kernel_has_an_error_that_says_what_to_type() -> None:
         flash_update(leaf, grad, by, spec, implementation="tpu")
     with pytest.raises(ValueError, match="is compiled for a CPU here"):
         flash_update(leaf, grad, by, spec, implementation="gpu")
-    with pytest.raises(ValueError, match=r"must be None, 'xla', .*; got 'cuda'"):
-        flash_update(leaf, grad, by, spec, implementation="cuda")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
@@ -153,8 +159,9 @@ def test_devices_need_nothing_of_one_another(implementation: Any, axes: str, spe
 
 
 def test_it_has_derivatives_where_the_reference_has() -> None:
-    leaf, grad, groups = make((64, 48), algorithm="sgd without momentum", param=jnp.float32, low=None)
-    spec = spec_of("sgd without momentum", groups)
+    name = "sgd without momentum"
+    leaf, grad, groups = make((64, 48), algorithm=name, param=jnp.float32, low=None)
+    spec = spec_of(name, groups)
 
     def loss(rate: Any, implementation: Any) -> Any:
         by = scalars()._replace(rate=rate)
