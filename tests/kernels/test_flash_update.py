@@ -154,8 +154,8 @@ def test_devices_need_nothing_of_one_another(implementation: Any, axes: str, spe
     new = compiled(leaf, grad, by)
     assert new.param.sharding.is_equivalent_to(sharding, 2)
     assert new.second_scale.sharding.is_equivalent_to(sharding, 2)
-    whole = jax.device_get((leaf, new, grad))
-    check(*jax.tree.map(jnp.asarray, whole), by, which)
+    old, made, given = jax.tree.map(jnp.asarray, jax.device_get((leaf, new, grad)))
+    check(old, made, given, by, which)
 
 
 def test_it_has_derivatives_where_the_reference_has() -> None:

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from halfstep.kernels.flash_update import _gpu, _reference, _tpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
-    along_shards,
     alike,
+    along_shards,
     explicit_sharding,
     may_be_divided,
     partitioned,
@@ -81,13 +81,13 @@ def _bound(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: A
     )
 
 
-def _check(implementation: Any, leaf: Leaf, grad: Any, spec: Spec) -> None:
+def _check(implementation: str | None, leaf: Leaf, grad: Any, spec: Spec) -> None:
     if implementation not in (None, "xla", *_KERNELS):
         raise ValueError(
             "implementation must be None, 'xla', 'gpu', 'tpu' or 'interpret'; "
             f"got {implementation!r}."
         )
-    if implementation in _KERNELS:
+    if implementation is not None and implementation in _KERNELS:
         reason = _KERNELS[implementation].refusal(leaf, grad, spec)
         if reason is not None:
             raise ValueError(
@@ -178,7 +178,7 @@ def _is_divided(ctx: Any) -> bool:
 
 
 def _is_divided_here(ctx: Any, platform: str | None) -> bool:
-    """Whether the compiler can ask this process how to divide a kernel. That for TPUs never does."""
+    """Whether the compiler asks this process how to divide a kernel; that for TPUs never does."""
     return platform != "tpu" and not ctx.module_context.lowering_parameters.for_export
 
 

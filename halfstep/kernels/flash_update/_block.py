@@ -12,7 +12,6 @@ from halfstep.quant._codes import Code, scale_of
 from halfstep.quant._groups import SIZE, Groups
 from halfstep.quant._split import join, split, widened
 
-
 SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"))
 """Which fields of a leaf are scales."""
 

@@ -1,4 +1,12 @@
-"""The update as one kernel for NVIDIA's GPUs, by way of Triton."""
+"""The update as one kernel for NVIDIA's GPUs, in Pallas by way of Triton.
+
+Every leaf has a kernel: groups along any axis, groups that are not full, parameters of 16 and 32
+bits with or without the bits that they lack, gradients of 16 and 32 bits. What is not (empty
+leaves, moments in other codes than int8 and root8) is left to XLA.
+
+It is Triton and not Mosaic: that one has no masked loads, moves whole tiles through shared memory
+for Hopper and later only, and this kernel only reads, computes and writes.
+"""
 
 import math
 from typing import Any
@@ -34,7 +42,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
     view = view_of(leaf.param.shape, spec.groups)
     rows, cols = _block(view)
     scales = view.scale_block((rows, cols))
-    across, down = (math.ceil(n / size) for n, size in zip(view.shape[:0:-1], (cols, rows)))
+    down, across = math.ceil(view.shape[1] / rows), math.ceil(view.shape[2] / cols)
     present = [i for i, array in enumerate(leaf) if array is not None]
 
     def at(number: Any) -> tuple[Any, Any, Any]:

@@ -1,4 +1,17 @@
-"""The update as one kernel for TPUs, by way of Mosaic."""
+"""The update as one kernel for TPUs, in Pallas by way of Mosaic.
+
+| leaf | computed by |
+|---|---|
+| two or more axes, groups along the last but one, full or not | this kernel |
+| the same with master_bits of 24, 32 or none, bfloat16 or float32 parameters | this kernel |
+| bfloat16 or float32 gradients | this kernel |
+| float16 gradients or parameters, which Mosaic cannot load | XLA |
+| groups along the last axis: Mosaic cannot divide lanes into 32 and 32 | XLA |
+| groups along an axis before the last two: merging the axes after it would copy the leaf | XLA |
+| one axis | XLA |
+| divided among devices by the compiler, which does not divide kernels for TPUs | XLA |
+| divided by `shard_map`, by a mesh of explicit axes, or told by `sharding=` | this kernel |
+"""
 
 import math
 from typing import Any
@@ -16,8 +29,10 @@ from halfstep.kernels.flash_update._block import (
 )
 from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
 
+# A block: rows of 8 full groups, since scales are loaded in eights; columns that keep copies long.
 _ROWS = 256
 _COLS = 512
+# What is computed at a time of it: as wide as a vector.
 _WIDTH = 128
 
 
@@ -32,7 +47,15 @@ def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
 
 
 def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
-    """One step of a leaf."""
+    """One step of a leaf.
+
+    Args:
+        leaf: The parameter and its state. All of it is overwritten where it lies.
+        grad: The gradient, in its own dtype.
+        by: The hyperparameters, in one array.
+        spec: Which optimizer it is.
+        interpret: Whether to run it as JAX, on any machine.
+    """
     shape = leaf.param.shape
     view = View((math.prod(shape[:-2]), *shape[-2:]), spec.groups)
     rows, cols = _block(view)
@@ -93,6 +116,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
 
 
 def _block(view: View) -> tuple[int, int]:
+    """The rows and columns of a block: whole tiles, or all that there are."""
     _, rows, cols = view.shape
     cols = min(cols, _COLS)
     if rows <= _ROWS and rows % view.groups.size == 0:
