@@ -4,8 +4,7 @@ Every leaf has a kernel: groups along any axis, groups that are not full, parame
 bits with or without the bits that they lack, gradients of 16 and 32 bits. What is not (empty
 leaves, moments in other codes than int8 and root8) is left to XLA.
 
-It is Triton and not Mosaic: that one has no masked loads, moves whole tiles through shared memory
-for Hopper and later only, and this kernel only reads, computes and writes.
+It is Triton, which reaches every card since Ampere; Mosaic is for Hopper and later only.
 """
 
 import math
@@ -13,8 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from halfstep.kernels.flash_update._block import (
     SCALES,
@@ -39,6 +36,14 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         spec: Which optimizer it is.
         interpret: Whether to run it as JAX, on any machine.
     """
+    # Here, since Pallas takes a second to import and most programs need none of it.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    def load(ref: Any, mask: Any) -> Any:
+        # What is outside is zero, which no maximum of a group sees.
+        return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+
     view = view_of(leaf.param.shape, spec.groups)
     rows, cols = _block(view)
     scales = view.scale_block((rows, cols))
@@ -62,11 +67,11 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         masks = [of_scales if i in SCALES else whole for i in present]
         block: list[Any] = [None] * len(leaf)
         for i, ref, mask in zip(present, refs, masks, strict=False):
-            block[i] = _load(ref, mask)
+            block[i] = load(ref, mask)
         scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
         new = update_block(
             Leaf(*block),
-            _load(grad_ref, whole),
+            load(grad_ref, whole),
             scalars._replace(seed=scalars.seed.astype(jnp.int32)),
             spec,
             view.groups,
@@ -119,8 +124,3 @@ def _mask(shape: tuple[int, ...], block: tuple[int, int], start: tuple[Any, Any,
             index = jax.lax.broadcasted_iota(jnp.int32, block, axis)
             masks.append(start[axis + 1] * length + index < size)
     return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
-
-
-def _load(ref: Any, mask: Any) -> Any:
-    # What is outside is zero, which no maximum of a group sees.
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)

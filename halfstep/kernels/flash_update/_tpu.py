@@ -18,8 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from halfstep.kernels.flash_update._block import (
     SCALES,
@@ -56,12 +54,15 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         spec: Which optimizer it is.
         interpret: Whether to run it as JAX, on any machine.
     """
+    # Here, since Pallas takes a second to import and most programs need none of it.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
     shape = leaf.param.shape
     view = View((math.prod(shape[:-2]), *shape[-2:]), spec.groups)
     rows, cols = _block(view)
     scales = view.scale_block((rows, cols))
     present = [i for i, array in enumerate(leaf) if array is not None]
-
     width = _WIDTH if cols % _WIDTH == 0 else cols
 
     def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
