@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from benchmarks._report import RESULTS, table
+from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -350,7 +351,11 @@ def training(result: dict[str, Any]) -> str:
     return f"{table(rows, columns)}\n\n{text}\n\n{scaled}\n\n{image}"
 
 
-RENDERERS = (overhead, fashion_mnist, memory, autocast, training)
+def release(result: dict[str, Any]) -> str:
+    return table(release_lines(result), RELEASE_COLUMNS)
+
+
+RENDERERS = (overhead, fashion_mnist, memory, autocast, training, release)
 
 
 def render(page: str) -> str:

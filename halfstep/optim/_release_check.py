@@ -38,8 +38,8 @@ def check_params(params: Any) -> int:
     if len(lengths) != 1 or 0 in lengths:
         found = ", ".join(lengths.values()) or "no arrays"
         raise ValueError(
-            "all arrays of 'layers' must have the same number of layers on their first axis, one or "
-            f"more; got {found}. Parameters that are not stacked go in 'outer'."
+            "all arrays of 'layers' must have the same number of layers on their first axis, one "
+            f"or more; got {found}. Parameters that are not stacked go in 'outer'."
         )
     if not any(is_inexact(leaf) for leaf in jax.tree.leaves(params["layers"])):
         raise ValueError("'layers' must hold floating-point arrays to train; got none.")

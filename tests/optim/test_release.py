@@ -11,7 +11,6 @@ import pytest
 import halfstep
 from halfstep import optim
 from tests.optim import _stack
-from tests.preflight._compilers import need, own_cache as own_cache
 
 OPTIMIZERS = {
     "adamw": lambda: optim.flash_adamw(1e-2),
@@ -100,8 +99,9 @@ def test_clipping_that_is_not_reached_changes_nothing(getkey: Any):
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**10])
-@pytest.mark.parametrize("options", [{"clip": 4.0}, {"per_layer_clip": 3.0}], ids=lambda o: [*o][0])
-def test_clipping_is_that_of_the_plain_step(options: Any, scale: Any, getkey: Any):
+@pytest.mark.parametrize(("option", "limit"), [("clip", 4.0), ("per_layer_clip", 3.0)])
+def test_clipping_is_that_of_the_plain_step(option: str, limit: float, scale: Any, getkey: Any):
+    options: dict[str, Any] = {option: limit}
     # All gradients are small whole numbers: sums of squares are exact in any order.
     tx = optim.flash_adamw(1e-2, min_size=1)
     functions = {
@@ -278,7 +278,7 @@ def test_errors_of_parameters():
 def test_errors_of_states():
     step, params, state, ids = broken()
     tx = step.tx
-    with pytest.raises(optim.StateError, match="must be a ReleaseState.*got FlashState"):
+    with pytest.raises(optim.StateError, match=r"must be a ReleaseState.*got FlashState"):
         step(params, tx.init(params["layers"]), ids)
     own = optim.ReleaseState(state.outer, tx.init(params["layers"]))
     with pytest.raises(optim.StateError, match=r"3 layers on its first axis.*count: int32\[\]"):
@@ -286,15 +286,16 @@ def test_errors_of_states():
     other = release(optim.flash_lion(1e-3)).init(params)
     with pytest.raises(optim.StateError, match="made by another optimizer"):
         step(params, other, ids)
-    with pytest.raises(TypeError, match="only compressed optimizers.*call `init`"):
+    with pytest.raises(TypeError, match=r"only compressed optimizers.*call `init`"):
         release(optax.sgd(0.1)).prepare(params)
 
 
 def test_an_optimizer_that_changes_dtypes_is_refused():
-    tx = optax.GradientTransformation(
-        lambda params: jnp.zeros((), jnp.float32),
-        lambda grads, state, params=None: (grads, state.astype(jnp.bfloat16)),
-    )
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return updates, state.astype(jnp.bfloat16)
+
+    tx = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.float32), update)
     step, *args = broken(tx=tx)
     with pytest.raises(optim.StateError, match=r"float32\[\] became bfloat16\[\]"):
         step(*args)
@@ -302,13 +303,15 @@ def test_an_optimizer_that_changes_dtypes_is_refused():
 
 def test_errors_of_functions():
     step, *args = broken(layer=lambda p, x, outer, ids: x.astype(jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"a layer must return what it gets.*became bfloat16\[4, 8,"):
+    with pytest.raises(
+        TypeError, match=r"a layer must return what it gets.*became bfloat16\[4, 8,"
+    ):
         step(*args)
     step, *args = broken(layer=lambda p, x, outer, ids: x[:, :4])
     with pytest.raises(TypeError, match=r"float32\[4, 8, 64\] became float32\[4, 4, 64\]"):
         step(*args)
     step, *args = broken(layer=lambda p, x, outer, ids: (x, x))
-    with pytest.raises(TypeError, match="a layer must return what it gets.*PyTreeDef"):
+    with pytest.raises(TypeError, match=r"a layer must return what it gets.*PyTreeDef"):
         step(*args)
     step, *args = broken(first=lambda outer, ids: {"x": outer["embed"][ids], "mask": ids > 0})
     with pytest.raises(TypeError, match=r"got bool\[4, 9\] at `mask`.*get the batch"):
@@ -330,7 +333,7 @@ def test_errors_of_options():
         broken(tx=1e-3)
     with pytest.raises(ValueError, match="`clip` or `per_layer_clip`, not both"):
         broken(clip=1.0, per_layer_clip=1.0)
-    with pytest.raises(ValueError, match="`clip` must be a positive number.*got 0"):
+    with pytest.raises(ValueError, match=r"`clip` must be a positive number.*got 0"):
         broken(clip=0)
-    with pytest.raises(ValueError, match="`per_layer_clip` must be a positive number.*got -1"):
+    with pytest.raises(ValueError, match=r"`per_layer_clip` must be a positive number.*got -1"):
         broken(per_layer_clip=-1)
