@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from tqdm import tqdm
 
 import halfstep
@@ -154,16 +154,22 @@ def plain(model: Model, tx: Any) -> Callable[..., Any]:
     return step
 
 
-def specs(params: Any, state: Any) -> Any:
-    """How parameters and state lie on devices: matrices divided along their rows, by all."""
+def divided(args: tuple[Any, ...], devices: int) -> tuple[Any, ...]:
+    """Arguments on devices: matrices and their state by their rows, the batch by its examples."""
+    mesh = AbstractMesh((devices,), ("data",))
 
-    def of(path: Any, leaf: Any) -> P:
-        stacked = any(getattr(part, "key", getattr(part, "name", "")) == "layers" for part in path)
-        if leaf.ndim < 2 + stacked:
-            return P()
-        return P(None, "data") if stacked else P("data")
+    def of(path: Any, leaf: Any) -> Any:
+        number, names = path[0].idx, [getattr(p, "key", getattr(p, "name", "")) for p in path[1:]]
+        stacked = "layers" in names
+        spec = P()
+        if number == 2:
+            spec = P("data")
+        elif leaf.ndim == 2 + stacked:
+            spec = P(None, "data") if stacked else P("data")
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(of, (params, state))
+    return jax.tree_util.tree_map_with_path(of, args)
 
 
 def compile_row(runs: Runs, name: str) -> dict[str, Any]:
@@ -171,16 +177,11 @@ def compile_row(runs: Runs, name: str) -> dict[str, Any]:
     model, tx = runs.model, optim.flash_adamw(1e-3)
     step = step_of(name, model, tx)
     state = jax.eval_shape(optim.release(tx=tx, **model.functions).init, model.params)
-    args = (model.params, state, model.batch(runs.examples * runs.devices))
+    args: tuple[Any, ...] = (model.params, state, model.batch(runs.examples * runs.devices))
     if name == SCALED:
         args = (*args, jax.eval_shape(halfstep.DynamicLossScaling))
-    options: dict[str, Any] = {}
     if runs.devices > 1:
-        more = [P()] * (len(args) - 3)
-        options = {
-            "mesh": {"data": runs.devices},
-            "shardings": (*specs(*args[:2]), P("data"), *more),
-        }
+        args = divided(args, runs.devices)
     row: dict[str, Any] = {
         "model": model.name,
         "parameters": model.count,
@@ -196,7 +197,6 @@ def compile_row(runs: Runs, name: str) -> dict[str, Any]:
             targets=runs.target,
             donate_argnums=(0, 1),
             progress=False,
-            **options,
         ).entries
     except RefusedError as error:
         return {**row, "refused": str(error).splitlines()[-1].strip()}

@@ -172,7 +172,7 @@ class Release:
         self, done: _Pass, state: ReleaseState, by: AbstractLossScaling, length: int
     ) -> tuple[Any, ReleaseState, Verdict]:
         grads, norm, verdict = self._judge(done, by, length)
-        finite = verdict.finite if norm is None else verdict.finite & jnp.isfinite(norm)
+        finite = verdict.finite if norm is None else verdict & jnp.isfinite(norm)
         factors = None if norm is None else factor(norm, self.clip)
         _, _, (layers, layers_state) = self._apply(
             done, state.layers, by, by_outer=False, factors=factors, finite=finite
@@ -224,7 +224,8 @@ class Release:
 
         def visit(stack: Any, number: Any, grads: Any) -> Any:
             grads = self._clipped(by.unscale(grads), factors)
-            return put(stack, _stepped(self.tx, *take(stack, number), grads, finite), number)
+            layer, layer_state = take(stack, number)
+            return put(stack, _stepped(self.tx, layer, layer_state, grads, finite), number)
 
         return done.back(
             by_outer=by_outer,

@@ -39,8 +39,8 @@ def _put_bits(leaf: Any, new: Any, number: Any) -> Any:
 
     Not on other backends: XLA:TPU copies all of it if its bits are asked for.
     """
-    words = (bitcast_convert_type(array, jnp.uint16) for array in (leaf, new))
-    return bitcast_convert_type(_put(*words, number), jnp.bfloat16)
+    old, word = (bitcast_convert_type(array, jnp.uint16) for array in (leaf, new))
+    return bitcast_convert_type(_put(old, word, number), jnp.bfloat16)
 
 
 def forward(call: Call, layers: Any, x: Any, outer: Any) -> tuple[Any, Any]:

@@ -61,7 +61,7 @@ def squares(grads: Any) -> Any:
     )
 
 
-def shrunk(grads: Any, norm: Any, limit: float) -> Any:
+def shrunk(grads: Any, norm: Any, limit: Any) -> Any:
     """Gradients times what brings a norm down to a limit."""
     by = jnp.float32(limit) / jnp.maximum(norm, jnp.float32(limit))
     return jax.tree.map(lambda g: (g.astype(jnp.float32) * by).astype(g.dtype), grads)
@@ -116,7 +116,7 @@ def plain(
             )
             grads = {"outer": of_outer, "layers": of_layers}
         outer, outer_state = stepped(tx, trained["outer"], state.outer, grads["outer"], finite)
-        layers, layers_state = jax.vmap(lambda *args: stepped(tx, *args, finite))(
+        layers, layers_state = jax.vmap(lambda p, s, g: stepped(tx, p, s, g, finite))(
             trained["layers"], state.layers, grads["layers"]
         )
         params = eqx.combine({"outer": outer, "layers": layers}, frozen)

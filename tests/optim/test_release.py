@@ -124,10 +124,10 @@ def test_clipping_is_that_of_the_plain_step(option: str, limit: float, scale: An
         got, expected = step(params, state, batch, *more), plain(params, state, batch, *more)
         assert_same(got[:3], expected[:3])
         # Parameters of whole numbers again, with a state that has a past.
-        state = got[2]
-    free = jax.jit(_stack.plain(tx, **functions))(params, state, batch)[2]
-    shorter, longer = (s.layers.first.scale.astype(jnp.float32) for s in (got[2], free))
-    assert jnp.sum(shorter) < jnp.sum(longer)
+        before, state = state, got[2]
+        free = jax.jit(_stack.plain(tx, **functions))(params, before, batch)[2]
+        shorter, longer = (s.layers.first.scale.astype(jnp.float32) for s in (state, free))
+        assert jnp.sum(shorter) < jnp.sum(longer)
 
 
 def test_with_autocast(getkey: Any):
