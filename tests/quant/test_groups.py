@@ -11,12 +11,12 @@ import pytest
 from halfstep.quant import Groups, groups_for
 from halfstep.quant._groups import groups_between
 
-SHAPES = [(1,), (31,), (32,), (33,), (64, 3), (5, 40), (33, 64), (2, 65, 3), (40, 2, 33), (3, 1, 2, 7)]
+SHAPES = [(1,), (32,), (33,), (64, 3), (5, 40), (2, 65, 3), (3, 1, 2, 7)]
 
 
 def cases() -> list[tuple[tuple[int, ...], Groups]]:
     """Every axis of every shape, in groups of a few sizes."""
-    pairs = itertools.product(SHAPES, (1, 2, 3, 32))
+    pairs = itertools.product(SHAPES, (3, 32))
     return [(s, Groups(a, size)) for s, size in pairs for a in range(-len(s), 0)]
 
 
@@ -36,7 +36,11 @@ def test_divided_and_whole_again(shape: tuple[int, ...], groups: Groups):
         assert (found[i // groups.size, i % groups.size] == wanted).all()
     assert (np.asarray(groups.whole(jnp.asarray(divided), shape)) == value).all()
     scale = jnp.ones(groups.scale_shape(shape))
-    assert groups.aligned(scale).shape == (*divided.shape[: axis + 1], 1, *divided.shape[axis + 2 :])
+    assert groups.aligned(scale).shape == (
+        *divided.shape[: axis + 1],
+        1,
+        *divided.shape[axis + 2 :],
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
