@@ -182,7 +182,7 @@ def test_errors_say_what_is_needed():
     value = jnp.ones((64, 6))
     with pytest.raises(TypeError, match=r"quantize needs float32; got bfloat16\[2\]"):
         quantize(jnp.ones(2, jnp.bfloat16))
-    with pytest.raises(ValueError, match="a scalar has no groups.*got shape=\\(\\)"):
+    with pytest.raises(ValueError, match=r"a scalar has no groups.*got shape=\(\)"):
         quantize(jnp.ones(()))
     with pytest.raises(ValueError, match="scale_dtype must be bfloat16 or float32; got float16"):
         quantize(value, scale_dtype=jnp.float16)

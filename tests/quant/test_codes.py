@@ -181,5 +181,5 @@ def test_random_codes_do_not_drift():
 
 def test_unknown_codes():
     assert as_code("int8") is quant.CODES["int8"] is as_code(quant.CODES["int8"])
-    with pytest.raises(ValueError, match="a code must be one of int8, root8, .*; got 'int9'"):
+    with pytest.raises(ValueError, match=r"a code must be one of int8, root8, .*; got 'int9'"):
         as_code("int9")

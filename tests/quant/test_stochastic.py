@@ -70,8 +70,8 @@ def test_only_neighbors(name: str):
         assert ((got == low) | (got == high)).all()
         assert (got == low).any()
         assert (got == high).any()
-    # The sign of what is rounded to zero is kept.
-    assert (np.signbit(got) == np.signbit(value))[value != 0].all()
+        # The sign of what is rounded to zero is kept.
+        assert (np.signbit(got) == np.signbit(value))[value != 0].all()
 
 
 @formats
