@@ -12,7 +12,7 @@ from halfstep._arguments import Arguments
 from halfstep._autocast._graph import graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._plan import plan
-from halfstep._autocast._types import Plan, Settings
+from halfstep._autocast._types import FLOAT32, Plan, Settings
 from halfstep._leaves import is_array
 from halfstep._state import MarkedLeaf
 
@@ -66,7 +66,6 @@ def trace(
         static[:] = [treedef, others, traced]
         return [leaf for leaf, keep in zip(results, traced, strict=True) if keep]
 
-    graph = graph_of(jax.make_jaxpr(flat)(*arrays))
     parameters = {
         call.names.index(which) if isinstance(which, str) else which
         for which in params
@@ -79,12 +78,18 @@ def trace(
         )
         if keep
     ]
+    # What a function is written for is float32: traced so, a parameter that is stored in the
+    # compute dtype neither changes what it is added to nor the dtype of a loop's carry.
+    stored = [_is_stored(*pair, settings) for pair in zip(kinds, arrays, strict=True)]
+    given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
+    graph = graph_of(jax.make_jaxpr(flat)(*given))
     avals = [graph.avals[number] for number in graph.inputs]
-    made = plan(
-        graph,
-        [_of_dtype(kind, aval, settings) for kind, aval in zip(kinds, avals, strict=True)],
-        settings,
-    )
+    kinds = [Kind.LOW if low else kind for kind, low in zip(kinds, stored, strict=True)]
+    of_dtype = [
+        kind if is_subject(aval, settings.compute) else Kind.OTHER
+        for kind, aval in zip(kinds, avals, strict=True)
+    ]
+    made = plan(graph, of_dtype, settings)
     treedef, others, traced = static
 
     def rebuild(results: Sequence[Any]) -> Any:
@@ -104,9 +109,9 @@ def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:
     return Kind.PARAM if is_parameter and not leaf.is_state else Kind.WIDE
 
 
-def _of_dtype(kind: Kind, aval: Any, settings: Settings) -> Kind:
-    if is_subject(aval, settings.compute):
-        return kind
-    # A parameter that is stored in the compute dtype yields too, when it is made float32.
-    stored = kind is Kind.PARAM and getattr(aval, "dtype", None) == settings.compute
-    return kind if stored else Kind.OTHER
+def _is_stored(kind: Kind, array: Any, settings: Settings) -> bool:
+    return kind is Kind.PARAM and array.dtype == settings.compute
+
+
+def _as_float32(array: Any) -> Any:
+    return jax.eval_shape(lambda x: x.astype(FLOAT32), array)

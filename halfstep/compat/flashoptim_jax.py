@@ -217,7 +217,7 @@ def _wrapped(tx: Transformation, kind: Any) -> FlashOptimizer:
         found = {"count": state.count, "mu": state.first, "nu": state.second, "ecc": state.low}
         return kind(**{name: found[name] for name in kind._fields})
 
-    def ours(params: Any, state: Any) -> FlashState:
+    def ours(params: Any, state: Any) -> Any:
         nothing = jax.tree.map(lambda _: None, params)
         return FlashState(state.count, state.ecc, state.mu, getattr(state, "nu", nothing))
 
@@ -229,8 +229,8 @@ def _wrapped(tx: Transformation, kind: Any) -> FlashOptimizer:
         return params, theirs(made)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        made, state = tx.update(updates, ours(params, state), params, **extra)
-        return made, theirs(state)
+        found: Any = tx.update(updates, ours(params, state), params, **extra)
+        return found[0], theirs(found[1])
 
     pair: Any = (init, update)
     made = FlashOptimizer(*pair)

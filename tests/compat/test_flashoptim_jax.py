@@ -80,20 +80,21 @@ def test_weight_decay_is_coupled_or_not(make: Any, theirs: Any):
     tx = make(0.1, weight_decay=0.5)
     ours, _ = tx.step(params, tx.init(params), grads)
     updates, _ = theirs.update(grads, theirs.init(params), params)
-    np.testing.assert_allclose(ours["w"], optax.apply_updates(params, updates)["w"], rtol=1e-5)
+    wanted: Any = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(ours["w"], wanted["w"], rtol=1e-5)
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_is_also_a_transformation():
     params = start()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), compat.flash_adamw(1e-3))
+    tx: Any = optax.chain(optax.clip_by_global_norm(1.0), compat.flash_adamw(1e-3))
     updates, _ = tx.update(params, tx.init(params), params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
 def test_unquantized():
     params = start()
-    state = compat.flash_adamw(quantize=False).init(params)
+    state: Any = compat.flash_adamw(quantize=False).init(params)
     assert state.mu["big"].dtype == jnp.float32
 
 

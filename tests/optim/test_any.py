@@ -133,7 +133,7 @@ def test_a_master_of_32_bits_is_float32(name: str, kind: Any):
     """Bit for bit, step by step, as float32 parameters go with the same gradients."""
     make, _ = OPTIMIZERS[name]
     tx, plain = optim.master(make(), kind), make()
-    exact = start()
+    exact: Any = start()
     params, state = tx.prepare(exact)
     plain_state = plain.init(exact)
     for number in range(3):

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from halfstep.kernels.flash_update import _gpu, _reference, _tpu
+from halfstep.kernels.flash_update import _cpu, _gpu, _reference, _tpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
     alike,
@@ -111,6 +111,10 @@ def _leaf(present: Sequence[int], arrays: Sequence[Any]) -> Leaf:
     return Leaf(*fields)
 
 
+def _scalars(by: Any) -> Scalars:
+    return Scalars(*(by[i] for i in range(len(Scalars._fields))))
+
+
 def _flat(leaf: Leaf) -> tuple[Any, ...]:
     return tuple(array for array in leaf if array is not None)
 
@@ -118,8 +122,12 @@ def _flat(leaf: Leaf) -> tuple[Any, ...]:
 # Jitted, so that leaves of one shape are traced and lowered once.
 @partial(jax.jit, static_argnames=("present", "spec"))
 def _plain(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    scalars = Scalars(*(by[i] for i in range(len(Scalars._fields))))
-    return _flat(_reference.update(_leaf(present, arrays), grad, scalars, spec))
+    return _flat(_reference.update(_leaf(present, arrays), grad, _scalars(by), spec))
+
+
+@partial(jax.jit, static_argnames=("present", "spec"))
+def _passes(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
+    return _flat(_cpu.update(_leaf(present, arrays), grad, _scalars(by), spec))
 
 
 @partial(jax.jit, static_argnames=("present", "spec", "kind"))
@@ -155,14 +163,17 @@ def _lowered(
 ) -> Any:
     if implementation in ("gpu", "tpu") and implementation != platform:
         raise ValueError(
-            f"implementation={implementation!r} is compiled for {platform or 'a CPU'} here, which "
-            "cannot run it. Pass implementation=None, which chooses by where it is compiled for, "
-            "or 'interpret' to try the kernel of a GPU."
+            f"implementation={implementation!r} is compiled for {platform or 'another platform'} "
+            "here, which cannot run it. Pass implementation=None, which chooses by where it is "
+            "compiled for, or 'interpret' to try the kernel of a GPU."
         )
     kind = implementation or platform
     grad, *arrays = ctx.avals_in[1:]
     run = partial(_plain, present=present, spec=spec)
-    if kind is not None and not _KERNELS[kind].refusal(_leaf(present, arrays), grad, spec):
+    if kind == "cpu":
+        # Its passes look at single elements, which would be asked of other devices.
+        run = run if _is_divided(ctx) else partial(_passes, present=present, spec=spec)
+    elif kind is not None and not _KERNELS[kind].refusal(_leaf(present, arrays), grad, spec):
         if not _is_divided(ctx):
             run = partial(_kernel, present=present, spec=spec, kind=kind)
         elif divided is not None and _is_divided_here(ctx, platform):
@@ -215,5 +226,6 @@ _update.def_abstract_eval(_abstract)
 batching.primitive_batchers[_update] = _batched
 ad.primitive_jvps[_update] = _differentiated
 mlir.register_lowering(_update, partial(_lowered, None))
+mlir.register_lowering(_update, partial(_lowered, "cpu"), platform="cpu")
 mlir.register_lowering(_update, partial(_lowered, "gpu"), platform="cuda")
 mlir.register_lowering(_update, partial(_lowered, "tpu"), platform="tpu")
