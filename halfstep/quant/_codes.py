@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -51,7 +52,14 @@ class Code:
         """What the scale of a group is the largest of."""
         return jnp.sqrt(value) if self.is_root else jnp.abs(value)
 
-    def encode(self, value: Values, scale: Values, *, noise: Any = None) -> Shaped[Array, "..."]:
+    def encode(
+        self,
+        value: Values,
+        scale: Values,
+        *,
+        noise: Any = None,
+        nearest: Callable[[Any], Any] = jnp.round,
+    ) -> Shaped[Array, "..."]:
         """The codes of values.
 
         Args:
@@ -60,6 +68,7 @@ class Code:
             noise: Of [0, 1), for every value: codes are then rounded up or down at random, with
                 the probability that makes the mean of what they decode to right; of a code of
                 roots, the mean of its square. Nearest without it, and always for floats.
+            nearest: Rounds to the nearest, for kernels whose language has no `jnp.round`.
         """
         if self.curve in (Curve.FLOAT, Curve.ROOT_FLOAT):
             return self._encode_float(value, scale)
@@ -67,9 +76,9 @@ class Code:
             # With x = value / scale, 2x / (1 + |x|): one division.
             total = jnp.maximum(scale + jnp.abs(value), _TINY)
             position = 2 * self.limit * (value / total)
-            return self._signed(position, noise).astype(self.stored)
+            return self._signed(position, noise, nearest).astype(self.stored)
         position = value * (self.limit / jnp.maximum(scale, _TINY_ROOT))
-        return jnp.clip(_root(position, noise), 1, self.limit).astype(self.stored)
+        return jnp.clip(_root(position, noise, nearest), 1, self.limit).astype(self.stored)
 
     def decode(self, codes: Shaped[Array, "..."], scale: Values) -> Values:
         """The values of codes; of a code of roots, the square roots of the values."""
@@ -88,9 +97,9 @@ class Code:
             return self.dtype
         return jnp.int8 if self.curve is Curve.SOFTSIGN else jnp.uint8
 
-    def _signed(self, position: Values, noise: Any) -> Values:
+    def _signed(self, position: Values, noise: Any, nearest: Callable[[Any], Any]) -> Values:
         if noise is None:
-            return jnp.round(position)
+            return nearest(position)
         size = jnp.abs(position)
         below = jnp.floor(size)
         # How far the value is on its way between those of two codes, x = size / (2 limit - size).
@@ -147,9 +156,9 @@ def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:
     return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 
-def _root(position: Values, noise: Any) -> Values:
+def _root(position: Values, noise: Any, nearest: Callable[[Any], Any]) -> Values:
     if noise is None:
-        return jnp.round(position)
+        return nearest(position)
     below = jnp.floor(position)
     # How far the square is on its way between those of two codes: a moment is averaged over
     # hundreds of steps, and roundings whose roots are right on average would add up in it.

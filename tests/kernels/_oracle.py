@@ -171,11 +171,20 @@ def _check_codes(codes: Any, place: Any, error: Any, drawn: Any, smallest: float
     if drawn is None:
         low, high = np.ceil(place - 0.5 - error), np.floor(place + 0.5 + error)
     else:
-        total = place + np.asarray(drawn, np.float64)
-        error = error + EPS * total
-        low, high = np.floor(total - error), np.floor(total + error)
+        chance = np.asarray(drawn, np.float64)
+        low, high = _chosen(place - error, chance, -1), _chosen(place + error, chance, 1)
     limit = 127 if smallest < 0 else 255
     low, high = np.clip(low, smallest, limit), np.clip(high, smallest, limit)
     assert ((low <= got) & (got <= high)).all()
     # Ties are rare: a check that lets everything pass would show here.
     assert (low != high).mean() < 0.01
+
+
+def _chosen(place: Any, drawn: Any, way: int) -> Any:
+    """The code of a root that chance takes: the mean of its square is right.
+
+    The chance itself takes four roundings.
+    """
+    below = np.floor(place)
+    chance = (place - below) * (place + below) / (2 * below + 1)
+    return below + (drawn < chance * (1 + way * 2 * EPS))

@@ -75,7 +75,14 @@ def view_of(shape: tuple[int, ...], groups: Groups) -> View:
 
 
 def update_block(
-    leaf: Leaf, grad: Any, by: Scalars, spec: Spec, groups: Groups, *, at: Any, half: Any = None
+    leaf: Leaf,
+    grad: Any,
+    by: Scalars,
+    spec: Spec,
+    groups: Groups,
+    *,
+    at: Any,
+    nearest: Any = jnp.round,
 ) -> Leaf:
     """One step of a block with full groups.
 
@@ -86,7 +93,7 @@ def update_block(
         spec: Which optimizer it is.
         groups: How the block is divided.
         at: Where its elements are in the whole, for randomness.
-        half: One half, for a backend that cannot round to the nearest: it rounds down the sum.
+        nearest: Rounds to the nearest.
     """
     shape = leaf.param.shape
     words = chances = None
@@ -111,14 +118,15 @@ def update_block(
     made = Leaf(
         groups.whole(param, shape),
         None if low is None else groups.whole(low, shape),
-        *_encoded(new.first, leaf.first_scale, spec.first, groups, shape, half),
+        *_encoded(new.first, leaf.first_scale, spec.first, groups, shape, None, nearest),
         *_encoded(
             new.root,
             leaf.second_scale,
             spec.second,
             groups,
             shape,
-            half if chances is None else chances,
+            chances,
+            nearest,
         ),
     )
     pairs = zip(made, leaf, strict=True)
@@ -137,11 +145,17 @@ def _decoded(codes: Any, scale: Any, code: Code, groups: Groups) -> Any:
 
 
 def _encoded(
-    value: Any, old_scale: Any, code: Code, groups: Groups, shape: tuple[int, ...], noise: Any
+    value: Any,
+    old_scale: Any,
+    code: Code,
+    groups: Groups,
+    shape: tuple[int, ...],
+    noise: Any,
+    nearest: Any,
 ) -> tuple[Any, Any]:
     if value is None:
         return None, None
     axis = value.ndim + groups.axis
     scale = scale_of(jnp.max(jnp.abs(value), axis=axis, keepdims=True), old_scale.dtype)
-    codes = code.encode(value, widened(scale), noise=noise)
+    codes = code.encode(value, widened(scale), noise=noise, nearest=nearest)
     return groups.whole(codes, shape), jnp.squeeze(scale, axis)
