@@ -116,8 +116,10 @@ def plain(
             )
             grads = {"outer": of_outer, "layers": of_layers}
         outer, outer_state = stepped(tx, trained["outer"], state.outer, grads["outer"], finite)
-        layers, layers_state = jax.vmap(lambda p, s, g: stepped(tx, p, s, g, finite))(
-            trained["layers"], state.layers, grads["layers"]
+        # One after the other: a vector of counts may be raised to powers in another way than one.
+        layers, layers_state = jax.lax.map(
+            lambda one: stepped(tx, *one, finite=finite),
+            (trained["layers"], state.layers, grads["layers"]),
         )
         params = eqx.combine({"outer": outer, "layers": layers}, frozen)
         state = optim.ReleaseState(outer_state, layers_state)

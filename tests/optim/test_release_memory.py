@@ -16,10 +16,10 @@ def peak(model: release.Model, target: str, step: str) -> float:
 
 
 @TARGETS
-def test_a_small_model_takes_less(target: str, platform: str):
+def test_it_takes_less(target: str, platform: str):
     need(platform)
-    # As many layers as it takes for one layer's temporaries to be less than all gradients.
-    model = release.mlp(layers=24, width=512, hidden=512)
+    # A TPU keeps the gradients of a smaller model in its memory on the chip, which does not count.
+    model = release.mlp(layers=24, width=1024, hidden=2048)
     released = peak(model, target, release.RELEASED)
     assert released < peak(model, target, release.PLAIN) - 1
 
