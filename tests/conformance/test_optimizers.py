@@ -17,7 +17,7 @@ from tests.conformance._optimizers import NAMES, row
 from tests.optim._values import values
 
 SHAPE = (128, 64)
-IMPLEMENTATIONS = ("xla", "interpret")
+IMPLEMENTATIONS = ("xla", pytest.param("interpret", marks=pytest.mark.slow))
 STEPS = 4
 
 
