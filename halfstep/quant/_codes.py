@@ -160,7 +160,7 @@ def _root(position: Values, noise: Any, nearest: Callable[[Any], Any]) -> Values
     if noise is None:
         return nearest(position)
     below = jnp.floor(position)
-    # How far the square is on its way between those of two codes: a moment is averaged over
-    # hundreds of steps, and roundings whose roots are right on average would add up in it.
+    # How far the square is on its way between those of two codes. If roots were right on average,
+    # squares would be too large, and in a moment that is kept for many steps it adds up.
     chance = (position - below) * (position + below) / (2 * below + 1)
     return jnp.where(noise < chance, below + 1, below)
