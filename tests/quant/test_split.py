@@ -1,5 +1,6 @@
 """A float32 value is a bfloat16 and what it lacks, for every pattern of bits."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Literal
@@ -20,45 +21,41 @@ LAST_NAN = np.uint32(0x7FFF_7FFF)
 both = pytest.mark.parametrize("bits", [8, 16])
 
 
-@jax.jit
-def _parts16(words: jax.Array) -> tuple[jax.Array, ...]:
-    high, low = quant.split(bitcast_convert_type(words, jnp.float32))
+@functools.partial(jax.jit, static_argnames="bits")
+def _parts(words: jax.Array, bits: Literal[8, 16]) -> tuple[jax.Array, ...]:
+    high, low = quant.split(bitcast_convert_type(words, jnp.float32), bits=bits)
+    assert low.dtype == (jnp.int8 if bits == 8 else jnp.int16)
     joined = bitcast_convert_type(quant.join(high, low), jnp.uint32)
-    return bitcast_convert_type(high, jnp.uint16), low, joined
+    return bitcast_convert_type(high, jnp.uint16), joined
 
 
-@jax.jit
-def _parts8(words: jax.Array) -> tuple[jax.Array, ...]:
-    high, low = quant.split(bitcast_convert_type(words, jnp.float32), bits=8)
-    joined = bitcast_convert_type(quant.join(high, low), jnp.uint32)
-    return bitcast_convert_type(high, jnp.uint16), low, joined
+@functools.partial(jax.jit, static_argnames="bits")
+def _claims(words: jax.Array, bits: Literal[8, 16]) -> dict[str, jax.Array]:
+    """All that `split` and `join` claim, told by integers, and compiled to one pass."""
+    high, joined = _parts(words, bits)
+    size, near, wide = words & SIZE, joined & SIZE, high.astype(jnp.uint32) << 16
+    is_nan = size > INFINITE
+    found = {
+        "a NaN stays one": (near > INFINITE) == is_nan,
+        "the sign is kept": (joined & SIGN == words & SIGN) & (wide & SIGN == words & SIGN),
+        "the bfloat16 is the nearest": is_nan | _is_nearest(near, wide & SIZE, 0x8000),
+    }
+    if bits == 16:
+        found["every bit is kept"] = (joined == words) | (size > LAST_NAN)
+    else:
+        found["24 bits"] = is_nan | (joined & 0xFF == 0)
+        found["24 bits are the nearest"] = is_nan | _is_nearest(size, near, 0x80)
+    return {claim: held.all() for claim, held in found.items()}
+
+
+def _is_nearest(size: jax.Array, rounded: jax.Array, half: int) -> jax.Array:
+    """Magnitudes as integers: at most half a step apart, and if it is half a step, larger."""
+    distance = bitcast_convert_type(rounded - size, jnp.int32)
+    return (distance <= half) & (distance > -half)
 
 
 def check(words: np.ndarray, bits: Literal[8, 16]) -> None:
-    """All that `split` and `join` claim, told by integers."""
-    high, low, joined = map(np.asarray, (_parts8 if bits == 8 else _parts16)(words))
-    assert low.dtype == (np.int8 if bits == 8 else np.int16)
-    is_nan = (words & SIZE) > INFINITE
-    # A NaN stays one, of its sign.
-    assert (((joined & SIZE) > INFINITE) == is_nan).all()
-    assert (joined & SIGN == words & SIGN).all()
-    if bits == 16:
-        kept = (words & SIZE) <= LAST_NAN
-        assert (joined[kept] == words[kept]).all()
-    else:
-        assert (joined[~is_nan] & 0xFF == 0).all()
-        check_nearest((words & SIZE)[~is_nan], (joined & SIZE)[~is_nan], 0x80)
-    # The bfloat16 is the nearest to what is joined.
-    wide = high.astype(np.uint32) << 16
-    assert (wide & SIGN == words & SIGN).all()
-    check_nearest((joined & SIZE)[~is_nan], (wide & SIZE)[~is_nan], 0x8000)
-
-
-def check_nearest(size: np.ndarray, rounded: np.ndarray, half: int) -> None:
-    """Magnitudes as integers: at most half a step apart, and if it is half a step, larger."""
-    distance = rounded.astype(np.int64) - size
-    assert (distance <= half).all()
-    assert (distance > -half).all()
+    assert [claim for claim, held in _claims(words, bits).items() if not held] == []
 
 
 def boundaries() -> np.ndarray:
@@ -115,7 +112,7 @@ def test_24_bits_are_within_their_epsilon():
     is_normal = (size >= 0x0080_0000) & (size < 0x7F7F_FF80)
     words = words[is_normal]
     value = words.view(np.float32).astype(np.float64)
-    near = np.asarray(_parts8(words)[2]).view(np.float32).astype(np.float64)
+    near = np.asarray(_parts(words, 8)[1]).view(np.float32).astype(np.float64)
     error = np.abs(near - value) / np.abs(value)
     # The worst is half a step above a power of two.
     assert error.max() == 2.0**-16 / (1 + 2.0**-16)
