@@ -300,9 +300,23 @@ def autocast(result: dict[str, Any]) -> str:
 
 
 def training(result: dict[str, Any]) -> str:
+    return _trained(
+        result,
+        "![Loss of the three precisions, and the difference to float32](images/training.png)",
+    )
+
+
+def optim_training(result: dict[str, Any]) -> str:
+    return _trained(
+        result, "![Loss of both optimizers, and the difference](images/optim_training.png)"
+    )
+
+
+def _trained(result: dict[str, Any], image: str) -> str:
+    first = result["results"][0]["policy"]
     columns = {
         "task": "task",
-        "policy": "policy",
+        "policy": "policy" if first == "f32" else "optimizer",
         "final_loss": "final loss",
         "final": "to f32",
         "held_out_loss": "held-out loss",
@@ -314,7 +328,7 @@ def training(result: dict[str, Any]) -> str:
         line = {"task": row["task"], "policy": f"`{row['policy']}`"}
         for name in ("final", "held_out"):
             line[f"{name}_loss"] = f"{row[f'{name}_loss']:.4f}"
-            line[name] = f"{row[f'{name}_percent']:+.3f} %" if row["policy"] != "f32" else ""
+            line[name] = f"{row[f'{name}_percent']:+.3f} %" if row["policy"] != first else ""
         if "accuracy_percent" in row:
             line["accuracy"] = f"{row['accuracy_percent']:.2f} %"
         rows.append(line)
@@ -343,19 +357,18 @@ def training(result: dict[str, Any]) -> str:
         f"input has a loss of {guesses}. Of single seeds, the differences to float32 lie between "
         f"{min(ranges):+.2f} and {max(ranges):+.2f} %."
     )
-    scaled = (
+    scaled = [
         "A step that float16 skips leaves it one update behind; the picture marks where. "
         f"{' '.join(scales)}"
-    )
-    image = "![Loss of the three precisions, and the difference to float32](images/training.png)"
-    return f"{table(rows, columns)}\n\n{text}\n\n{scaled}\n\n{image}"
+    ]
+    return "\n\n".join([table(rows, columns), text, *(scaled if scales else []), image])
 
 
 def release(result: dict[str, Any]) -> str:
     return table(release_lines(result), RELEASE_COLUMNS)
 
 
-RENDERERS = (overhead, fashion_mnist, memory, autocast, training, release)
+RENDERERS = (overhead, fashion_mnist, memory, autocast, training, optim_training, release)
 
 
 def render(page: str) -> str:

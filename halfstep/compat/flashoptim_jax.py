@@ -213,7 +213,7 @@ def _options(quantize: bool, master_weight_bits: int | None, fused: bool) -> dic
 def _wrapped(tx: Transformation, kind: Any) -> FlashOptimizer:
     """An optimizer whose state has flashoptim-jax's names."""
 
-    def theirs(state: FlashState) -> Any:
+    def theirs(state: Any) -> Any:
         found = {"count": state.count, "mu": state.first, "nu": state.second, "ecc": state.low}
         return kind(**{name: found[name] for name in kind._fields})
 
