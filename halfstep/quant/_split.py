@@ -91,10 +91,14 @@ def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
     check_dtype(high, jnp.bfloat16, "join")
     if low.dtype not in (jnp.int8, jnp.int16):
         raise TypeError(f"join needs the rest in int8 or int16; got {low.dtype.name}.")
-    word = bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    word = bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
+    size = bitcast_convert_type((word & 0x7FFF) << 16, jnp.int32)
     rest = low.astype(jnp.int32)
     rest = rest << 8 if low.dtype == jnp.int8 else rest
-    return bitcast_convert_type(word + bitcast_convert_type(rest, jnp.uint32), jnp.float32)
+    # Never below zero for what `split` has made. Where a parameter was changed without its rest,
+    # the sum of both would be carried into the sign and become a NaN.
+    size = bitcast_convert_type(jnp.maximum(size + rest, 0), jnp.uint32)
+    return bitcast_convert_type(((word & 0x8000) << 16) | size, jnp.float32)
 
 
 def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:

@@ -157,3 +157,14 @@ def test_applied_updates_are_the_step(bits: Any):
     np.testing.assert_array_equal(params["w"], other["w"])
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(other_state), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_a_parameter_that_was_changed_without_its_rest(bits: Any):
+    """A weight near zero may be rounded to zero by `optax.apply_updates`; its rest is negative."""
+    tx: Any = optim.flash_adamw(RATE, master_bits=bits)
+    params = {"w": jnp.zeros(SHAPE, jnp.bfloat16)}
+    state = tx.init(params)
+    state = state._replace(low={"w": jnp.full_like(state.low["w"], -7)})
+    params, state = tx.step(params, state, {"w": jnp.ones(SHAPE, jnp.bfloat16)})
+    np.testing.assert_allclose(values(params, state)["w"], -RATE, rtol=2**-7)

@@ -169,3 +169,14 @@ def test_errors_say_what_is_needed():
         unchecked(quant.join)(jnp.ones(2), jnp.ones(2, jnp.int8))
     with pytest.raises(TypeError, match="join needs the rest in int8 or int16; got int32"):
         unchecked(quant.join)(jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int32))
+
+
+def test_no_finite_value_becomes_a_nan_whatever_is_joined():
+    words = np.arange(1 << 16, dtype=np.uint16)
+    high = jnp.asarray(words.view(jnp.bfloat16))
+    high = high[jnp.isfinite(high)]
+    for low in range(-128, 128, 5):
+        joined = quant.join(high, jnp.full(high.shape, low, jnp.int8))
+        assert bool(jnp.isfinite(joined).all())
+        # Within a unit of the parameter, in the direction that its sign says.
+        assert bool((jnp.signbit(joined) == jnp.signbit(high)).all())
