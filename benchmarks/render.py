@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from benchmarks._report import RESULTS, table
+from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -368,7 +369,27 @@ def release(result: dict[str, Any]) -> str:
     return table(release_lines(result), RELEASE_COLUMNS)
 
 
-RENDERERS = (overhead, fashion_mnist, memory, autocast, training, optim_training, release)
+def optimizers(result: dict[str, Any]) -> str:
+    rows, columns = result["shape"]
+    text = (
+        f"Bytes a parameter, for one matrix of {rows} x {columns} with bfloat16 gradients (2 of "
+        "the bytes) and donated arguments. flashoptim-jax is fused; for TPUs it cannot be compiled so. "
+        "To compile `init` for a billion parameters took "
+        f"{result['init_of_a_billion_seconds']} s."
+    )
+    return f"{table(optimizer_lines(result), OPTIMIZER_COLUMNS)}\n\n{text}"
+
+
+RENDERERS = (
+    overhead,
+    fashion_mnist,
+    memory,
+    autocast,
+    training,
+    optim_training,
+    optimizers,
+    release,
+)
 
 
 def render(page: str) -> str:
