@@ -142,7 +142,8 @@ def _step(
     fields = [
         treedef.flatten_up_to(field) for field in (grads, state.low, state.first, state.second)
     ]
-    keep = None if finite is None else as_predicate(finite)
+    predicate = None if finite is None else as_predicate(finite)
+    keep = None if predicate is None else jnp.asarray(predicate)
     by = _scalars(recipe, state.count, keep)
     decays = _decays(recipe, params, treedef)
     made = []
