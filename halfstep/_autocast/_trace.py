@@ -80,7 +80,7 @@ def trace(
     ]
     # What a function is written for is float32: traced so, a parameter that is stored in the
     # compute dtype neither changes what it is added to nor the dtype of a loop's carry.
-    stored = [_is_stored(*pair, settings) for pair in zip(kinds, arrays, strict=True)]
+    stored = _stored(kinds, arrays, settings)
     given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
     graph = graph_of(jax.make_jaxpr(flat)(*given))
     avals = [graph.avals[number] for number in graph.inputs]
@@ -109,8 +109,13 @@ def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:
     return Kind.PARAM if is_parameter and not leaf.is_state else Kind.WIDE
 
 
-def _is_stored(kind: Kind, array: Any, settings: Settings) -> bool:
-    return kind is Kind.PARAM and array.dtype == settings.compute
+def _stored(kinds: Sequence[Kind], arrays: Sequence[Any], settings: Settings) -> list[bool]:
+    """Which arrays are parameters that are stored in the compute dtype."""
+    pairs = [(kind is Kind.PARAM, array.dtype) for kind, array in zip(kinds, arrays, strict=True)]
+    if (False, settings.compute) in pairs and FLOAT32 not in [dtype for _, dtype in pairs]:
+        # All of 16 bits, data too: it is written for those.
+        return [False] * len(pairs)
+    return [pair == (True, settings.compute) for pair in pairs]
 
 
 def _as_float32(array: Any) -> Any:

@@ -96,3 +96,12 @@ def test_with_a_compressed_optimizer():
     assert values[-1] < 0.5 * values[0]
     assert params["layers"]["w"].dtype == jnp.bfloat16
     assert params["layers"]["b"].dtype == jnp.float32
+
+
+def test_a_function_that_is_given_nothing_else_is_written_for_it():
+    half = jnp.ones((8, 8), jnp.bfloat16)
+    func = halfstep.autocast(lambda w, x: x @ w, "bf16")
+    assert func(half, half).dtype == jnp.bfloat16
+    # Parameters alone say nothing of what it is written for.
+    alone = halfstep.autocast(lambda w, i: jnp.sum(w[i]), "bf16")
+    assert alone(half, jnp.arange(3)).dtype == jnp.float32
