@@ -74,8 +74,7 @@ def flash_adamw(
     param_groups: Any = None,
 ) -> FlashOptimizer:
     """AdamW with decoupled weight decay; see `halfstep.optim.flash_adamw`."""
-    _check(group_size, param_groups)
-    options = _options(quantize, master_weight_bits, fused)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     recipe = Recipe(
         "adam", learning_rate, b1, b2, eps, weight_decay, None, moments=(True, True), **options
     )
@@ -95,8 +94,7 @@ def flash_adam(
     param_groups: Any = None,
 ) -> FlashOptimizer:
     """Adam; weight decay is a part of the gradient."""
-    _check(group_size, param_groups)
-    options = _options(quantize, master_weight_bits, fused)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     recipe = Recipe(
         "adam",
         learning_rate,
@@ -124,8 +122,7 @@ def flash_lion(
     param_groups: Any = None,
 ) -> FlashOptimizer:
     """Lion; see `halfstep.optim.flash_lion`."""
-    _check(group_size, param_groups)
-    options = _options(quantize, master_weight_bits, fused)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     recipe = Recipe(
         "lion", learning_rate, b1, b2, 0.0, weight_decay, None, moments=(True, False), **options
     )
@@ -145,8 +142,7 @@ def flash_sgd(
     param_groups: Any = None,
 ) -> FlashOptimizer:
     """Gradient descent; weight decay is a part of the gradient."""
-    _check(group_size, param_groups)
-    options = _options(quantize, master_weight_bits, fused)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, True, options)
 
 
@@ -163,8 +159,7 @@ def flash_sgdw(
     param_groups: Any = None,
 ) -> FlashOptimizer:
     """Gradient descent with decoupled weight decay; see `halfstep.optim.flash_sgd`."""
-    _check(group_size, param_groups)
-    options = _options(quantize, master_weight_bits, fused)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, False, options)
 
 
@@ -195,7 +190,9 @@ def _sgd(
     return _wrapped(flash(recipe), FlashSGDState)
 
 
-def _check(group_size: int, param_groups: Any) -> None:
+def _options(
+    quantize: bool, master_bits: int | None, group_size: int, fused: bool, param_groups: Any
+) -> dict[str, Any]:
     if group_size != 32:
         raise ValueError(f"group_size must be 32, for which kernels are written; got {group_size}.")
     if param_groups is not None:
@@ -203,10 +200,7 @@ def _check(group_size: int, param_groups: Any) -> None:
             "param_groups is not supported: use optax.multi_transform, of which these optimizers "
             f"can be parts; got {param_groups!r}."
         )
-
-
-def _options(quantize: bool, master_weight_bits: int | None, fused: bool) -> dict[str, Any]:
-    layout = layout_of(master_weight_bits, (), None if quantize else _EVERYTHING, "bfloat16")
+    layout = layout_of(master_bits, (), None if quantize else _EVERYTHING, "bfloat16")
     return {"layout": layout, "implementation": None if fused else "xla"}
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from halfstep._gate import gated
 from halfstep._paths import path_string
 from halfstep.optim._coded import Codes, codes_in, decoded, encoded, encoded_like
-from halfstep.optim._layout import MIN_SIZE
+from halfstep.optim._layout import MIN_SIZE, is_stochastic
 from halfstep.optim._transform import Transformation, transformation
 
 _NO_RULES: Mapping[str, str | None] = MappingProxyType({})
@@ -66,8 +66,7 @@ def compress(
         assert coded == ["int8", "int8", "uint8"]
         ```
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
+    is_random = is_stochastic(rounding)
     smallest = MIN_SIZE if min_size is None else min_size
     tx = optax.with_extra_args_support(tx)
 
@@ -94,7 +93,7 @@ def compress(
             inner = decoded(state.inner, found, shapes)
             updates, inner = tx.update(grads, inner, params, **extra_args)
             key = None
-            if rounding == "stochastic":
+            if is_random:
                 key = jax.random.fold_in(jax.random.key(seed or 0), state.count)
             inner = encoded_like(inner, state.inner, found, key=key)
             return optax.apply_updates(params, updates), CompressedState(state.count + 1, inner)

@@ -78,3 +78,14 @@ def zeros(shape: Sequence[int], dtype: Any, like: Any) -> jax.Array:
     if sharding is None:
         return jnp.zeros(tuple(shape), dtype)
     return jnp.zeros(tuple(shape), dtype, device=sharding)
+
+
+def is_stochastic(rounding: str) -> bool:
+    """Whether codes are rounded at random.
+
+    Raises:
+        ValueError: If it is no way to round.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
+    return rounding == "stochastic"

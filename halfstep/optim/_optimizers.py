@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
-import numpy as np
-
 from halfstep.kernels.flash_update import Implementation
 from halfstep.optim._flash import Number, Recipe, flash
-from halfstep.optim._layout import MIN_SIZE, Layout
+from halfstep.optim._layout import MIN_SIZE, Layout, is_stochastic
 from halfstep.optim._transform import Transformation
+from halfstep.quant._codes import as_scale_dtype
 
 Rate = Number | Callable[[Any], Any]
 MasterBits = Literal[24, 32, "auto"] | None
@@ -87,11 +85,10 @@ def flash_adamw(
             eps,
             weight_decay,
             mask,
-            layout_of(master_bits, keep, min_size, scale_dtype),
-            (True, True),
-            stochastic=_is_stochastic(rounding),
-            seed=seed or 0,
+            moments=(True, True),
+            layout=layout_of(master_bits, keep, min_size, scale_dtype),
             implementation=implementation,
+            **_random(rounding, seed),
         )
     )
 
@@ -187,11 +184,10 @@ def flash_lion(
             0.0,
             weight_decay,
             mask,
-            layout_of(master_bits, keep, min_size, scale_dtype),
-            (True, False),
-            stochastic=_is_stochastic(rounding),
-            seed=seed or 0,
+            moments=(True, False),
+            layout=layout_of(master_bits, keep, min_size, scale_dtype),
             implementation=implementation,
+            **_random(rounding, seed),
         )
     )
 
@@ -239,12 +235,11 @@ def flash_sgd(
             0.0,
             weight_decay,
             mask,
-            layout_of(master_bits, keep, min_size, scale_dtype),
-            (momentum is not None, False),
+            moments=(momentum is not None, False),
             nesterov=nesterov,
-            stochastic=_is_stochastic(rounding),
-            seed=seed or 0,
+            layout=layout_of(master_bits, keep, min_size, scale_dtype),
             implementation=implementation,
+            **_random(rounding, seed),
         )
     )
 
@@ -260,14 +255,10 @@ def layout_of(
             f"master_bits must be 24, 32, 'auto' or None, and not traced; got {master_bits!r}. "
             "With optax.inject_hyperparams name it in static_args."
         )
-    dtype = np.dtype(scale_dtype)
-    if dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
-        raise ValueError(f"scale_dtype must be bfloat16 or float32; got {dtype.name}.")
+    dtype = as_scale_dtype(scale_dtype)
     bits = 24 if master_bits == "auto" else master_bits
     return Layout(bits, tuple(keep), MIN_SIZE if min_size is None else min_size, dtype)
 
 
-def _is_stochastic(rounding: str) -> bool:
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
-    return rounding == "stochastic"
+def _random(rounding: str, seed: int | None) -> dict[str, Any]:
+    return {"stochastic": is_stochastic(rounding), "seed": seed or 0}

@@ -9,7 +9,8 @@ import numpy as np
 from halfstep.kernels.flash_update._math import updated
 from halfstep.kernels.flash_update._spec import Moments, Scalars, Spec
 from halfstep.optim._layout import zeros
-from halfstep.quant import join, split
+from halfstep.quant import join
+from halfstep.quant._split import parted
 
 
 def plain_zeros(leaf: Any, *, real: bool = False) -> Any:
@@ -29,14 +30,8 @@ def plain_update(
     # Real hyperparameters meet complex values.
     with jax.numpy_dtype_promotion("standard"):
         new = updated(Moments(value, first, second), grad.astype(wide), by, spec)
-    made = _written(new.value, param, low)
+    made = parted(new.value, param, low)
     keep = jnp.asarray(by.keep, bool)
     pairs = zip((*made, new.first, new.second), (param, low, first, second), strict=True)
     param, low, first, second = (None if b is None else jnp.where(keep, a, b) for a, b in pairs)
     return param, low, first, second
-
-
-def _written(value: Any, param: Any, low: Any) -> tuple[Any, Any]:
-    if low is None:
-        return value.astype(param.dtype), None
-    return split(value, bits=8 if low.dtype == jnp.int8 else 16)

@@ -41,8 +41,6 @@ class _Pass(NamedTuple):
     """The way back through the layers."""
     used: Sequence[bool]
     """Which arrays outside the layers use."""
-    ct: Any
-    """The cotangent of what leaves the last layer."""
     from_last: Any
     """The gradients that `last` gives to the parameters outside."""
     to_first: Callable[[Any], Any]
@@ -147,7 +145,7 @@ class Release:
         scaled, last_pull, loss = jax.vjp(last, trained["outer"], x, has_aux=True)
         from_last, ct = last_pull(jnp.ones_like(scaled))
 
-        def back(*, by_outer: bool, ct: Any, **options: Any) -> Any:
+        def back(*, by_outer: bool, **options: Any) -> Any:
             chosen = used if by_outer else [False] * len(used)
             return backward(call, frozen["layers"], inputs, trained["outer"], chosen, ct, **options)
 
@@ -157,7 +155,6 @@ class Release:
             trained["outer"],
             back,
             used,
-            ct,
             from_last,
             lambda ct: first_pull(ct)[0],
         )
@@ -197,7 +194,6 @@ class Release:
         begin = jnp.zeros(length, jnp.float32), jnp.ones(count, bool)
         ct, sums, (by_layer, flags) = done.back(
             by_outer=True,
-            ct=done.ct,
             visit=visit,
             stack=begin,
             layer_of=lambda _, number: take(done.layers, number),
@@ -229,7 +225,6 @@ class Release:
 
         return done.back(
             by_outer=by_outer,
-            ct=done.ct,
             visit=visit,
             stack=(done.layers, state),
             layer_of=lambda stack, number: take(stack[0], number),

@@ -1,6 +1,5 @@
 """Whether a model can be released: what its parts must be, and what is said if they are not."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -114,11 +113,10 @@ def check_limit(limit: Any, name: str) -> None:
         raise ValueError(f"`{name}` must be a positive number, the largest norm; got {limit!r}.")
 
 
-def check_function(function: Any, name: str, form: str) -> Callable[..., Any]:
+def check_function(function: Any, name: str, form: str) -> None:
     """Raise unless it can be called."""
     if not callable(function):
         raise TypeError(f"`{name}` must be a function, {form}; got {type(function).__name__}.")
-    return function
 
 
 def _difference(before: Any, after: Any) -> str:

@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from halfstep._paths import path_string
 from halfstep.optim._layout import sharding_of
+from halfstep.quant._groups import SIZE
 
 _PARTS = ("codes", "scale")
 
@@ -73,4 +74,4 @@ def _is_alike(leaf: Any, param: Any) -> bool:
     if len(leaf.shape) != len(param.shape):
         return False
     pairs = zip(leaf.shape, param.shape, strict=True)
-    return all(ours in (dim, -(-dim // 32), -(-dim // 32) * 16) for ours, dim in pairs)
+    return all(ours in (dim, -(-dim // SIZE), -(-dim // SIZE) * SIZE // 2) for ours, dim in pairs)

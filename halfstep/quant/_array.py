@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float32, Key, Shaped
 
-from halfstep.quant._codes import Code, as_code, scale_of
+from halfstep.quant._codes import Code, as_code, as_scale_dtype, scale_of
 from halfstep.quant._groups import Groups, groups_for
 from halfstep.quant._split import check_dtype, widened
 
@@ -61,9 +60,7 @@ def quantize(
     code = as_code(code)
     check_dtype(value, jnp.float32, "quantize")
     groups = _checked(groups or groups_of(value.shape), value.shape, code)
-    if np.dtype(scale_dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
-        name = np.dtype(scale_dtype).name
-        raise ValueError(f"scale_dtype must be bfloat16 or float32; got {name}.")
+    scale_dtype = as_scale_dtype(scale_dtype)
     divided = groups.divided(value)
     coded = jnp.sqrt(divided) if code.is_root else divided
     axis = divided.ndim + groups.axis

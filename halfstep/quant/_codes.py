@@ -48,10 +48,6 @@ class Code:
         """Whether the values are not negative and their square root is what is coded."""
         return self.curve in (Curve.ROOT, Curve.ROOT_FLOAT)
 
-    def magnitude(self, value: Values) -> Values:
-        """What the scale of a group is the largest of."""
-        return jnp.sqrt(value) if self.is_root else jnp.abs(value)
-
     def encode(
         self,
         value: Values,
@@ -143,6 +139,18 @@ def as_code(code: str | Code) -> Code:
     if code not in CODES:
         raise ValueError(f"a code must be one of {', '.join(CODES)}; got {code!r}")
     return CODES[code]
+
+
+def as_scale_dtype(dtype: Any) -> np.dtype:
+    """The dtype of scales.
+
+    Raises:
+        ValueError: If scales cannot be of it.
+    """
+    found = np.dtype(dtype)
+    if found not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        raise ValueError(f"scale_dtype must be bfloat16 or float32; got {found.name}.")
+    return found
 
 
 def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:

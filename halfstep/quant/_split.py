@@ -117,3 +117,20 @@ def check_dtype(value: Shaped[Array, "..."], dtype: Any, who: str) -> None:
             f"{who} needs {wanted.name}; got {value.dtype.name}{list(value.shape)}. "
             f"Convert it: value.astype(jnp.{wanted.name})."
         )
+
+
+def joined(param: Shaped[Array, "..."], low: Low | None) -> Float32[Array, "..."]:
+    """The float32 value of a parameter, with what it lacks if that is kept."""
+    return widened(param) if low is None else join(param, low)
+
+
+def parted(
+    value: Shaped[Array, "..."],
+    param: Shaped[Array, "..."],
+    low: Low | None,
+    noise: UInt32[Array, "..."] | None = None,
+) -> tuple[Any, Any]:
+    """A new value of a parameter, stored as the old one is: split, or converted."""
+    if low is None:
+        return value.astype(param.dtype), None
+    return split(value, bits=8 if low.dtype == jnp.int8 else 16, noise=noise)

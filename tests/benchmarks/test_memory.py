@@ -105,9 +105,10 @@ def test_memory_and_traffic_grow_with_the_batch():
             assert all(a < b for a, b in zip(smaller, larger, strict=True))
 
 
-def test_sixteen_bits_take_less():
+def test_our_sixteen_bits_take_less():
+    # What is cast by hand need not: with remat it takes more than float32 on TPU.
     for row in ROWS:
-        if row["step"] != memory.REFERENCE:
+        if row["step"].startswith("halfstep, "):
             assert row.get("peak_ratio", 2) > 1
             assert row.get("traffic_ratio" if row["gemm"] else "accessed_ratio", 2) > 1
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import halfstep
 from halfstep import optim, quant
 from tests.conformance._optimizers import NAMES, row
-from tests.optim._values import values
+from tests.optim._values import by_updates, values
 
 SHAPE = (128, 64)
 IMPLEMENTATIONS = ("xla", pytest.param("interpret", marks=pytest.mark.slow))
@@ -220,17 +220,8 @@ class TestLeaves:
 class TestOptax:
     """As a part of whatever Optax, Flax and halfstep make of an optimizer."""
 
-    def steps(self, tx: Any, params: Any, *, count: int = 2) -> tuple[Any, Any]:
-        state = tx.init(params)
-
-        @jax.jit
-        def step(params: Any, state: Any, grads: Any) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        for number in range(count):
-            params, state = step(params, state, normal(number, params))
-        return params, state
+    def steps(self, tx: Any, params: Any) -> tuple[Any, Any]:
+        return by_updates(tx, params, normal, 2)
 
     @pytest.fixture
     def params(self) -> Any:

@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-from tests.preflight._direct import H100
+from tests.preflight._direct import H100, enter
 
 TOPOLOGIES = {
     "v5e": ("v5e:1x1", "v5e:2x2"),
@@ -92,14 +92,7 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(target: str, cases: str) -> None:
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0" if target == "h100" else "",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_LOG_DIR": "disabled",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+    enter(gpu=target == "h100")
     sys.stdout.write(json.dumps([facts(target, case) for case in json.loads(cases)]))
     sys.stdout.flush()
     os._exit(0)

@@ -10,6 +10,7 @@ import optax.contrib
 import pytest
 
 from halfstep import optim, quant
+from tests.optim._values import by_updates
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPE = (128, 64)
@@ -54,17 +55,8 @@ def grads(number: int, params: Any) -> Any:
     return {n: jax.random.normal(key, p.shape, jnp.float32) for n, p in params.items()}
 
 
-def trained(tx: Any, params: Any, *, steps: int = 5) -> tuple[Any, Any]:
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for number in range(steps):
-        params, state = step(params, state, grads(number, params))
-    return params, state
+def trained(tx: Any, params: Any) -> tuple[Any, Any]:
+    return by_updates(tx, params, grads, 5)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

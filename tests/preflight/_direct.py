@@ -23,16 +23,20 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def main(case: str, platform: str) -> None:
-    # The environment of deviceless compiles, written out once more and not taken from the package.
+def enter(*, gpu: bool) -> None:
+    """Set what compilers without a device need: written out here, not taken from the package."""
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0" if platform == "cuda" else "",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0" if gpu else "",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_LOG_DIR": "disabled",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
+
+
+def main(case: str, platform: str) -> None:
+    enter(gpu=platform == "cuda")
     import jax
     import numpy as np
     from jax.experimental import topologies

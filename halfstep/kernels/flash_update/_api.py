@@ -20,7 +20,7 @@ from halfstep.kernels.flash_update._partition import (
     may_be_divided,
     partitioned,
 )
-from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
+from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec, leaf_of
 
 Implementation = Literal["xla", "gpu", "tpu", "interpret"] | None
 
@@ -52,14 +52,14 @@ def flash_update(
             and on a TPU, where it cannot divide kernels, that of XLA.
     """
     _check(implementation, leaf, grad, spec)
-    present = tuple(i for i, array in enumerate(leaf) if array is not None)
+    present = leaf.present
     arrays = [_packed(by), grad, *(leaf[i] for i in present)]
     made = along_shards(
         partial(_bound, present=present, spec=spec, implementation=implementation),
         arrays,
         sharding or explicit_sharding(leaf.param),
     )
-    return _leaf(present, made)
+    return leaf_of(present, made)
 
 
 def _bound(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
@@ -104,13 +104,6 @@ def _packed(by: Scalars) -> Any:
     return packed
 
 
-def _leaf(present: Sequence[int], arrays: Sequence[Any]) -> Leaf:
-    fields: list[Any] = [None] * len(Leaf._fields)
-    for i, array in zip(present, arrays, strict=True):
-        fields[i] = array
-    return Leaf(*fields)
-
-
 def _scalars(by: Any) -> Scalars:
     return Scalars(*(by[i] for i in range(len(Scalars._fields))))
 
@@ -122,19 +115,19 @@ def _flat(leaf: Leaf) -> tuple[Any, ...]:
 # Jitted, so that leaves of one shape are traced and lowered once.
 @partial(jax.jit, static_argnames=("present", "spec"))
 def _plain(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    return _flat(_reference.update(_leaf(present, arrays), grad, _scalars(by), spec))
+    return _flat(_reference.update(leaf_of(present, arrays), grad, _scalars(by), spec))
 
 
 @partial(jax.jit, static_argnames=("present", "spec"))
 def _passes(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    return _flat(_cpu.update(_leaf(present, arrays), grad, _scalars(by), spec))
+    return _flat(_cpu.update(leaf_of(present, arrays), grad, _scalars(by), spec))
 
 
 @partial(jax.jit, static_argnames=("present", "spec", "kind"))
 def _kernel(
     by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec, kind: str
 ) -> Any:
-    leaf = _leaf(present, arrays)
+    leaf = leaf_of(present, arrays)
     return _flat(_KERNELS[kind].update(leaf, grad, by, spec, interpret=kind == "interpret"))
 
 
@@ -173,7 +166,7 @@ def _lowered(
     if kind == "cpu":
         # Its passes look at single elements, which would be asked of other devices.
         run = run if _is_divided(ctx) else partial(_passes, present=present, spec=spec)
-    elif kind is not None and not _KERNELS[kind].refusal(_leaf(present, arrays), grad, spec):
+    elif kind is not None and not _KERNELS[kind].refusal(leaf_of(present, arrays), grad, spec):
         if not _is_divided(ctx):
             run = partial(_kernel, present=present, spec=spec, kind=kind)
         elif divided is not None and _is_divided_here(ctx, platform):

@@ -1,16 +1,17 @@
-"""The update of one block, as it is inside of every kernel, and how a leaf is cut into blocks."""
+"""The update of one block, which is that of every kernel and of the reference; and the blocks."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from halfstep.kernels.flash_update._math import hashed, updated
-from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
+from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec, leaf_of
 from halfstep.quant._codes import Code, scale_of
 from halfstep.quant._groups import SIZE, Groups
-from halfstep.quant._split import join, split, widened
+from halfstep.quant._split import joined, parted, widened
 
 SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"))
 """Which fields of a leaf are scales."""
@@ -53,6 +54,11 @@ class View(NamedTuple):
         size = self.groups.size
         return (rows // size, cols) if self.groups.axis == -2 else (rows, cols // size)
 
+    def arrays(self, leaf: Leaf) -> list[Any]:
+        """What a leaf has, in the shapes of the view."""
+        shapes = [self.scale_shape if i in SCALES else self.shape for i in leaf.present]
+        return [leaf[i].reshape(shape) for i, shape in zip(leaf.present, shapes, strict=True)]
+
     def position(self, block: Any, start: tuple[Any, Any, Any]) -> Any:
         """Where each element of a block is in the whole leaf: what its random words depend on."""
         _, rows, cols = self.shape
@@ -84,7 +90,7 @@ def update_block(
     at: Any,
     nearest: Any = jnp.round,
 ) -> Leaf:
-    """One step of a block with full groups.
+    """One step of a block. A last group that is not full is filled up while it is computed.
 
     Args:
         leaf: The block's part of every array.
@@ -96,6 +102,10 @@ def update_block(
         nearest: Rounds to the nearest.
     """
     shape = leaf.param.shape
+
+    def divided(array: Any) -> Any:
+        return None if array is None else groups.divided(array)
+
     words = chances = None
     if spec.stochastic:
         at = groups.divided(at)
@@ -105,37 +115,20 @@ def update_block(
         chances = top.astype(jnp.float32) * 2.0**-24
     root = _decoded(leaf.second, leaf.second_scale, spec.second, groups)
     old = Moments(
-        _value(leaf, groups),
+        joined(divided(leaf.param), divided(leaf.low)),
         _decoded(leaf.first, leaf.first_scale, spec.first, groups),
         None if root is None else root * root,
     )
     new = updated(old, widened(groups.divided(grad)), by, spec)
-    if leaf.low is None:
-        param, low = new.value.astype(leaf.param.dtype), None
-    else:
-        bits = 8 if leaf.low.dtype == jnp.int8 else 16
-        param, low = split(new.value, bits=bits, noise=words)
+    param, low = parted(new.value, leaf.param, leaf.low, words)
     made = Leaf(
         groups.whole(param, shape),
         None if low is None else groups.whole(low, shape),
         *_encoded(new.first, leaf.first_scale, spec.first, groups, shape, None, nearest),
-        *_encoded(
-            new.root,
-            leaf.second_scale,
-            spec.second,
-            groups,
-            shape,
-            chances,
-            nearest,
-        ),
+        *_encoded(new.root, leaf.second_scale, spec.second, groups, shape, chances, nearest),
     )
     pairs = zip(made, leaf, strict=True)
     return Leaf(*(None if a is None else jnp.where(by.keep != 0, a, b) for a, b in pairs))
-
-
-def _value(leaf: Leaf, groups: Groups) -> Any:
-    param = groups.divided(leaf.param)
-    return widened(param) if leaf.low is None else join(param, groups.divided(leaf.low))
 
 
 def _decoded(codes: Any, scale: Any, code: Code, groups: Groups) -> Any:
@@ -159,3 +152,9 @@ def _encoded(
     scale = scale_of(jnp.max(jnp.abs(value), axis=axis, keepdims=True), old_scale.dtype)
     codes = code.encode(value, widened(scale), noise=noise, nearest=nearest)
     return groups.whole(codes, shape), jnp.squeeze(scale, axis)
+
+
+def reshaped(arrays: Sequence[Any], like: Leaf) -> Leaf:
+    """The leaf of a kernel's results, in the shapes of the one that it was given."""
+    pairs = zip(like.present, arrays, strict=True)
+    return leaf_of(like.present, [array.reshape(like[i].shape) for i, array in pairs])

@@ -24,7 +24,7 @@ from halfstep.kernels.flash_update import _reference
 from halfstep.kernels.flash_update._math import noise, updated
 from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
 from halfstep.quant._codes import scale_of
-from halfstep.quant._split import join, split, widened
+from halfstep.quant._split import join, parted, widened
 
 MIN_SIZE = 1 << 20
 """Smaller leaves are updated in the plain form: they fit in caches, and passes cost more."""
@@ -100,8 +100,6 @@ class _Passes(NamedTuple):
 
     def param(self, zero: Any) -> Any:
         """The parameter."""
-        if self.leaf.low is None:
-            return self._new(zero).value.astype(self.leaf.param.dtype)
         return self._split(zero)[0]
 
     def first(self, zero: Any, scale: Any) -> Any:
@@ -175,8 +173,7 @@ class _Passes(NamedTuple):
         if self.spec.stochastic:
             seed = self.by.seed.astype(jnp.uint32) + zero
             words = noise(self.leaf.param.shape, seed, stream=0)
-        bits = 8 if self.leaf.low.dtype == jnp.int8 else 16
-        return split(self._new(zero).value, bits=bits, noise=words)
+        return parted(self._new(zero).value, self.leaf.param, self.leaf.low, words)
 
     def _scale(self, scale: Any) -> Any:
         return self._spread(widened(scale))

@@ -17,10 +17,11 @@ from halfstep.kernels.flash_update._block import (
     SCALES,
     View,
     refusal as refusal,
+    reshaped,
     update_block,
     view_of,
 )
-from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
+from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec, leaf_of
 
 _ELEMENTS = 4096
 """In a block: of 128 threads, each holds 32 of them."""
@@ -48,7 +49,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
     rows, cols = _block(view)
     scales = view.scale_block((rows, cols))
     down, across = math.ceil(view.shape[1] / rows), math.ceil(view.shape[2] / cols)
-    present = [i for i, array in enumerate(leaf) if array is not None]
+    present = leaf.present
 
     def at(number: Any) -> tuple[Any, Any, Any]:
         # One number for a block, and three made of it here: a grid's first size may be any.
@@ -65,12 +66,10 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         whole = _mask(view.shape, (rows, cols), start)
         of_scales = _mask(view.scale_shape, scales, start)
         masks = [of_scales if i in SCALES else whole for i in present]
-        block: list[Any] = [None] * len(leaf)
-        for i, ref, mask in zip(present, refs, masks, strict=False):
-            block[i] = load(ref, mask)
+        block = map(load, refs[: len(present)], masks)
         scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
         new = update_block(
-            Leaf(*block),
+            leaf_of(present, block),
             load(grad_ref, whole),
             scalars._replace(seed=scalars.seed.astype(jnp.int32)),
             spec,
@@ -82,7 +81,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         for i, ref, mask in zip(present, refs[len(present) :], masks, strict=True):
             plgpu.store(ref, new[i], mask=mask)
 
-    arrays = [leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present]
+    arrays = view.arrays(leaf)
     of_block = pl.BlockSpec((None, rows, cols), at)
     of_scale = pl.BlockSpec((None, *scales), at)
     specs = [of_scale if i in SCALES else of_block for i in present]
@@ -97,10 +96,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         interpret=interpret,
         name="flash_update",
     )(by, grad.reshape(view.shape), *arrays)
-    out: list[Any] = [None] * len(leaf)
-    for i, array in zip(present, made, strict=True):
-        out[i] = array.reshape(leaf[i].shape)
-    return Leaf(*out)
+    return reshaped(made, leaf)
 
 
 def _block(view: View) -> tuple[int, int]:

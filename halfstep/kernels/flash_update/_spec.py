@@ -1,6 +1,7 @@
 """What one leaf's update consists of: its arrays, its scalars, and how it is written."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from halfstep.quant._codes import CODES, Code
@@ -22,6 +23,17 @@ class Leaf(NamedTuple):
     second: Any
     """Codes of the second moment."""
     second_scale: Any
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Which fields it has."""
+        return tuple(i for i, array in enumerate(self) if array is not None)
+
+
+def leaf_of(present: Sequence[int], arrays: Iterable[Any]) -> Leaf:
+    """A leaf of the fields that it has."""
+    fields = dict(zip(present, arrays, strict=True))
+    return Leaf(*(fields.get(i) for i in range(len(Leaf._fields))))
 
 
 class Scalars(NamedTuple):

@@ -23,9 +23,10 @@ from halfstep.kernels.flash_update._block import (
     SCALES,
     View,
     refusal as common_refusal,
+    reshaped,
     update_block,
 )
-from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec
+from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec, leaf_of
 
 # A block: rows of 8 full groups, since scales are loaded in eights; columns that keep copies long.
 _ROWS = 256
@@ -62,7 +63,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
     view = View((math.prod(shape[:-2]), *shape[-2:]), spec.groups)
     rows, cols = _block(view)
     scales = view.scale_block((rows, cols))
-    present = [i for i, array in enumerate(leaf) if array is not None]
+    present = leaf.present
     width = _WIDTH if cols % _WIDTH == 0 else cols
 
     def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
@@ -77,11 +78,12 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         def part(number: Any, _: None) -> None:
             first = pl.multiple_of(number * width, width)
             here = (slice(None), pl.ds(first, width))
-            block: list[Any] = [None] * len(leaf)
-            for i, ref in zip(present, refs, strict=False):
-                block[i] = ref[here] if i in SCALES else _inside(ref[here], inside)
+            block = [
+                ref[here] if i in SCALES else _inside(ref[here], inside)
+                for i, ref in zip(present, refs[: len(present)], strict=True)
+            ]
             new = update_block(
-                Leaf(*block),
+                leaf_of(present, block),
                 _inside(grad_ref[here], inside),
                 scalars,
                 spec,
@@ -95,7 +97,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         # and a program of half a megabyte is memory too.
         jax.lax.fori_loop(0, cols // width, part, None)
 
-    arrays = [leaf[i].reshape(view.scale_shape if i in SCALES else view.shape) for i in present]
+    arrays = view.arrays(leaf)
     of_block = pl.BlockSpec((None, rows, cols), lambda *at: at)
     of_scale = pl.BlockSpec((None, *scales), lambda *at: at)
     specs = [of_scale if i in SCALES else of_block for i in present]
@@ -110,10 +112,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
         interpret=interpret,
         name="flash_update",
     )(by, grad.reshape(view.shape), *arrays)
-    out: list[Any] = [None] * len(leaf)
-    for i, array in zip(present, made, strict=True):
-        out[i] = array.reshape(leaf[i].shape)
-    return Leaf(*out)
+    return reshaped(made, leaf)
 
 
 def _block(view: View) -> tuple[int, int]:
