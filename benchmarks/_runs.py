@@ -80,7 +80,8 @@ class Trainer:
         return jax.lax.scan(step, state, places)
 
     def _test(self, model: Any, data: Any, places: Array) -> dict[str, Array]:
-        model = eqx.combine(model, self.static)
+        # Judged in float32, whatever parameters are stored in.
+        model = halfstep.cast_to_float32(eqx.combine(model, self.static))
 
         def one(places: Array) -> dict[str, Array]:
             batch = self.task.batch(data, places)
