@@ -20,6 +20,7 @@ from halfstep._explain import (
     LintError as LintError,
     explain as explain,
 )
+from halfstep._f8_scaling import F8Scaling as F8Scaling, SiteState as SiteState
 from halfstep._formats import (
     FORMATS as FORMATS,
     Format as Format,
@@ -47,6 +48,11 @@ from halfstep._preflight import (
     PreflightError as PreflightError,
     PreflightReport as PreflightReport,
     preflight as preflight,
+)
+from halfstep._recipe import (
+    RECIPES as RECIPES,
+    Factor as Factor,
+    Recipe as Recipe,
 )
 from halfstep._rules import (
     Operation as Operation,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from halfstep._arguments import Arguments
-from halfstep._autocast import autocast
+from halfstep._arguments import Arguments, listed
+from halfstep._autocast import check_state, rewritten, settings_of
 from halfstep._cast import cast_arguments, cast_tree, is_castable
 from halfstep._collective import (
     Reduction,
@@ -21,6 +21,7 @@ from halfstep._collective import (
     reduce_value,
     vary_tree,
 )
+from halfstep._f8_scaling import F8Scaling
 from halfstep._formats import DTypeLike, at_least_float32, dtype_name, parse_dtype
 from halfstep._microbatch import accumulate
 from halfstep._paths import path_string
@@ -45,6 +46,17 @@ def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
             f"{type(scaling).__name__}. The policy goes by name: policy='bf16'."
         )
     return scaling
+
+
+def _check_recipe(policy: Policy, state: F8Scaling | None) -> None:
+    """Raise unless a policy's recipe and the scaling that carries its state belong together."""
+    check_state(policy, has_state=state is not None)
+    if state is not None and state.recipe != policy.recipe:
+        have = None if policy.recipe is None else policy.recipe.name
+        raise ValueError(
+            f"the scaling is the state of the recipe {state.recipe.name!r}, and the policy's is "
+            f"{have!r}: pass policy={state.recipe.name!r}, or another scaling."
+        )
 
 
 def _to_float32(loss: Any) -> jax.Array:
@@ -243,24 +255,32 @@ def filter_value_and_grad(
     rules = (*policy.keep, *keep)
     # Nothing is rewritten in float32, or where the user wants arguments to be cast.
     rewrites = policy.mode == "autocast" and policy.compute.itemsize < 4
-    run = func
-    if rewrites:
-        run = autocast(
-            func,
-            policy.replace(keep=rules),
+    recipe_state = scaling if isinstance(scaling, F8Scaling) else None
+    _check_recipe(policy, recipe_state)
+
+    def run(probes: Any, *args: Any, **kwargs: Any) -> Any:
+        if not rewrites:
+            return func(*args, **kwargs)
+        settings = settings_of(
+            policy,
             islands=islands,
-            params=params,
             reduce_dtype=_contraction_dtype(wire, policy.compute, axes),
         )
+        state = None if recipe_state is None else recipe_state.slots(probes)
+        call = rewritten(func, settings, params=listed(params), keep=rules, state=state)
+        return call(*args, **kwargs)
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)
-    def differentiate(params: Any, static: Any, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def differentiate(
+        moving: tuple[Any, Any], static: Any, args: tuple, kwargs: dict
+    ) -> tuple[Any, Any]:
+        params, probes = moving
         model = eqx.combine(params, static)
-        loss, aux = _split_result(run(model, *args, **kwargs), has_aux)
+        loss, aux = _split_result(run(probes, model, *args, **kwargs), has_aux)
         loss = _to_float32(loss)
         return scaling.scale(loss), (loss, aux)
 
-    def one_step(args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
+    def one_step(args: tuple, kwargs: dict) -> tuple[Any, Any, Any, Any]:
         # Marked as varying: JAX would else sum the cotangents over the mesh by itself, in the
         # compute dtype, where finite shards can add up to infinity.
         model = vary_tree(args[0], axes)
@@ -278,10 +298,13 @@ def filter_value_and_grad(
         low_model, *low = given
         trained = jtu.tree_map(eqx.is_inexact_array, model)
         low_params, static = eqx.partition(low_model, trained)
-        (_, (loss, aux)), grads = differentiate(low_params, static, tuple(low), given_kwargs)
+        probes = {} if recipe_state is None else vary_tree(recipe_state.probes(), axes)
+        (_, (loss, aux)), (grads, seen) = differentiate(
+            (low_params, probes), static, tuple(low), given_kwargs
+        )
         if not rewrites:
             aux = _restore_aux(aux, func, args, kwargs, policy)
-        return loss, aux, grads
+        return loss, aux, grads, seen
 
     @functools.wraps(func)
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -296,9 +319,9 @@ def filter_value_and_grad(
         params = jtu.tree_map(jnp.asarray, params)
         args = (eqx.combine(params, static), *args[1:])
         if microbatches == 1:
-            loss, aux, grads = one_step(args, kwargs)
+            loss, aux, grads, seen = one_step(args, kwargs)
         else:
-            loss, aux, grads = accumulate(
+            loss, aux, grads, seen = accumulate(
                 one_step,
                 Arguments(func, args, kwargs),
                 vary_tree(params, axes),
@@ -309,6 +332,7 @@ def filter_value_and_grad(
         if axes:
             loss = reduce_value(loss, axes, axis_reduction)
             grads = reduce_gradients(grads, params, axes, wire, axis_reduction)
+            seen = jtu.tree_map(lambda sizes: jax.lax.pmax(sizes, axes), seen)
         # Judged by what they will be when unscaled, and read before: narrower, and once less.
         grads = jtu.tree_map(_in_width, grads, params)
         sizes = scaling.unscale(magnitudes(grads)) if checks else None
@@ -316,12 +340,13 @@ def filter_value_and_grad(
         if microbatches > 1 and microbatch_reduction == "mean":
             # The reciprocal, written out: XLA makes it of a division by a constant anyway.
             loss, grads = jtu.tree_map(lambda x: x * (1 / microbatches), (loss, grads))
-        verdict, adjusted = unchecked(), scaling
+        verdict = unchecked()
         if sizes is not None:
             verdict = judge(agree(finite_flags(sizes, loss), axes))
-            adjusted = scaling.adjust(verdict)
-        elif scaling.checks_finite:
-            adjusted = scaling.adjust(verdict)
+        # What was seen, by the scale that was applied; then the next one.
+        adjusted = scaling if recipe_state is None else recipe_state.observe(seen, verdict)
+        if sizes is not None or scaling.checks_finite:
+            adjusted = adjusted.adjust(verdict)
         value = (loss, aux) if has_aux else loss
         return value, adjusted, verdict, grads
 

@@ -14,8 +14,8 @@ from halfstep._collective import vary, varying_axes
 from halfstep._formats import at_least_float32
 from halfstep._leaves import is_array, is_key
 
-# (args, kwargs) -> (loss, aux, gradients), for one microbatch.
-Step = Callable[[tuple, dict], tuple[Any, Any, Any]]
+# (args, kwargs) -> (loss, aux, gradients, magnitudes), for one microbatch.
+Step = Callable[[tuple, dict], tuple[Any, Any, Any, Any]]
 
 
 def _split(leaf: Any, path: str, n: int) -> Any:
@@ -62,11 +62,11 @@ def accumulate(
     microbatches: int,
     batch: Sequence[str],
     carry: str | None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """Sum the losses and gradients of all microbatches, in float32 and in their order.
 
     Args:
-        step: Loss, auxiliary output and gradients of one microbatch.
+        step: Loss, auxiliary output, gradients and largest magnitudes of one microbatch.
         call: The arguments of the whole step.
         params: The differentiated leaves, whose shapes and shardings the sums take.
         microbatches: How many.
@@ -75,7 +75,7 @@ def accumulate(
 
     Returns:
         The sum of the losses, the auxiliary output (stacked; the carried argument's last value),
-        and the sum of the gradients.
+        the sum of the gradients, and the largest of the magnitudes.
     """
     if not batch:
         raise ValueError(
@@ -118,7 +118,7 @@ def accumulate(
         for index, leaf in (*xs.items(), *zip(carried, state, strict=True)):
             leaves[index] = leaf
         args, kwargs = call.rebuild(leaves)
-        loss, aux, grads = step(args, kwargs)
+        loss, aux, grads, seen = step(args, kwargs)
         if carry is not None:
             value = dict(zip(call.names, (*args, *kwargs.values()), strict=True))[carry]
             traced["get"] = _finder(aux, jtu.tree_structure(value), carry)
@@ -126,13 +126,14 @@ def accumulate(
             state = [leaf for leaf in jtu.tree_leaves(traced["value"]) if is_array(leaf)]
         total = jtu.tree_map(lambda a, g: a + g.astype(a.dtype), total, grads)
         arrays, traced["static"] = eqx.partition(aux, is_array)
-        return (total, state), (loss, arrays)
+        return (total, state), (loss, arrays, seen)
 
     first = (jtu.tree_map(zeros, params), [jnp.asarray(whole[index]) for index in carried])
-    (grads, state), (losses, arrays) = jax.lax.scan(turn, first, xs, length=microbatches)
+    (grads, state), (losses, arrays, seen) = jax.lax.scan(turn, first, xs, length=microbatches)
     aux = eqx.combine(arrays, traced["static"])
     if carry is not None:
         values = iter(state)
         last = jtu.tree_map(lambda x: next(values) if is_array(x) else x, traced["value"])
         aux = eqx.tree_at(traced["get"], aux, last)
-    return functools.reduce(jnp.add, losses), aux, grads
+    seen = jtu.tree_map(lambda sizes: jnp.max(sizes, axis=0), seen)
+    return functools.reduce(jnp.add, losses), aux, grads, seen

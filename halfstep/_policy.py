@@ -11,6 +11,7 @@ import numpy as np
 from halfstep._cast import cast_tree
 from halfstep._formats import DTypeLike, dtype_name, parse_dtype
 from halfstep._paths import compile_rule
+from halfstep._recipe import RECIPES, Recipe, as_recipe
 from halfstep._rules import PrecisionRule, as_rule
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class Policy:
             texts: `("op:tanh=compute", "scope:decoder/head=float32")`.
         accumulate: In which dtype contractions hand on their results: the compute dtype (`None`),
             or float32 for those that may leave the range of float16.
+        recipe: How products of activations and weights are computed in 8 or 4 bits: a `Recipe`, or
+            the name of one of `RECIPES`.
         mode: `"autocast"`, operation by operation; or `"inputs"`, where all arguments are cast and
             the function runs with what it gets, as in the MPX paper.
 
@@ -60,6 +63,7 @@ class Policy:
         assert Policy.parse("bf16:inputs") == policy.replace(mode="inputs")
         careful = Policy(compute="f16", rules=("scope:head=float32",))
         assert str(careful) == "p=f32,c=f16,o=f32,scope:head=float32"
+        assert str(Policy.parse("f8")) == "p=f32,c=bf16,o=f32,recipe=f8"
         ```
     """
 
@@ -69,6 +73,7 @@ class Policy:
     keep: tuple[str, ...]
     rules: tuple[PrecisionRule, ...]
     accumulate: np.dtype | None
+    recipe: Recipe | None
     mode: Mode
 
     def __init__(
@@ -80,6 +85,7 @@ class Policy:
         keep: Sequence[str] = (),
         rules: Sequence[PrecisionRule | str] = (),
         accumulate: DTypeLike | None = None,
+        recipe: Recipe | str | None = None,
         mode: Mode = "autocast",
     ):
         if isinstance(keep, str):
@@ -97,12 +103,18 @@ class Policy:
             "keep": tuple(keep),
             "rules": tuple(map(as_rule, rules)),
             "accumulate": _accumulator(accumulate, parse_dtype(compute)),
+            "recipe": as_recipe(recipe),
             "mode": mode,
         }
-        if mode == "inputs" and (values["rules"] or values["accumulate"]):
+        if mode == "inputs" and (values["rules"] or values["accumulate"] or values["recipe"]):
             raise ValueError(
                 "a policy that only casts inputs has no say over single operations: leave out "
-                "`rules` and `accumulate`, or the mode 'inputs'."
+                "`rules`, `accumulate` and `recipe`, or the mode 'inputs'."
+            )
+        if values["recipe"] and values["compute"].itemsize != 2:
+            raise ValueError(
+                f"the recipe {values['recipe'].name!r} is for a compute dtype of 16 bits, in which "
+                f"all else runs; got compute={dtype_name(values['compute'])!r}."
             )
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -113,7 +125,8 @@ class Policy:
 
         Args:
             text: A short name (`"bf16"`, `"f16"`, `"f32"`: parameters and outputs in float32,
-                computation in that format), or parts separated by commas as in
+                computation in that format; or one of `RECIPES`, such as `"f8"`: products of weights
+                in 8 bits, all else as `"bf16"`), or parts separated by commas as in
                 `"p=f32,c=bf16,o=f32,keep=state"`. As in jmp, parameters default to float32,
                 `c` follows `p` and `o` follows `c`. A short name may be the first part:
                 `"f16,op:dot_general@head=accumulate"`. At the end, `":inputs"` means that arguments
@@ -130,11 +143,13 @@ class Policy:
         rules: list[str] = []
         first, *rest = body.split(",")
         if "=" not in first:
-            fields |= {"param": "f32", "compute": parse_dtype(first.strip()), "output": "f32"}
+            fields |= {"param": "f32", "output": "f32", **_named(first.strip())}
         for part in rest if "=" not in first else [first, *rest]:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key == "keep" and equals:
                 keep.append(value)
+            elif key == "recipe" and equals and key not in fields:
+                fields[key] = value
             elif key.startswith(("op:", "scope:")):
                 rules.append(part)
             elif equals and key in _KEYS and _KEYS[key] not in fields:
@@ -144,7 +159,7 @@ class Policy:
                 raise ValueError(
                     f"{part.strip()!r} in the policy {text!r} {problem}; required parts such as "
                     "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state', "
-                    "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32'."
+                    "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32', 'recipe=f8'."
                 )
         fields.setdefault("param", "f32")
         fields.setdefault("compute", fields["param"])
@@ -160,10 +175,13 @@ class Policy:
         parts += map(str, self.rules)
         if self.accumulate is not None:
             parts.append(f"accumulate={dtype_name(self.accumulate)}")
+        if self.recipe is not None:
+            parts.append(f"recipe={self.recipe.name}")
         return ",".join(parts) + (":inputs" if self.mode == "inputs" else "")
 
     def __repr__(self) -> str:
-        if not all(rule.is_text for rule in self.rules):
+        known = self.recipe is None or RECIPES.get(self.recipe.name) == self.recipe
+        if not all(rule.is_text for rule in self.rules) or not known:
             return f"Policy({str(self)!r})"
         return f"Policy.parse({str(self)!r})"
 
@@ -193,6 +211,16 @@ class Policy:
                 f"a policy has no field {', '.join(sorted(unknown))}; it has {', '.join(fields)}."
             )
         return Policy(**{**fields, **changes})
+
+
+def _named(name: str) -> dict[str, Any]:
+    """What a short name stands for."""
+    if name in RECIPES:
+        return {"compute": "bf16", "recipe": name}
+    try:
+        return {"compute": parse_dtype(name)}
+    except ValueError as error:
+        raise ValueError(f"{error} Recipes are {', '.join(map(repr, RECIPES))}.") from None
 
 
 def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:

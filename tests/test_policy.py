@@ -86,7 +86,7 @@ def test_grammar(text: str, full: str):
         ("c=f16,f32", r"'f32' in the policy .* is not known"),
         ("", r"unknown format ''"),
         ("keep=/a,c=f16", r"a path rule is a text such as"),
-        ("f8", r"unknown format 'f8'"),
+        ("f9", r"unknown format 'f9'.*Recipes are 'f8'"),
     ],
 )
 def test_bad_text(text: str, message: str):

@@ -1,7 +1,7 @@
 """`autocast`: an unmodified float32 function in mixed precision."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._arguments import listed
+from halfstep._autocast._f8._site import Slot
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._run import run
+from halfstep._autocast._sites import placed
 from halfstep._autocast._trace import trace
 from halfstep._autocast._types import FLOAT32, Settings
 from halfstep._autocast._unmatched import check_rules
@@ -25,6 +27,7 @@ def autocast(
     params: int | str | Sequence[int | str] = 0,
     islands: bool = True,
     reduce_dtype: DTypeLike | None = None,
+    scaling: Any = None,
 ) -> Callable[..., Any]:
     """Rewrite a function: contractions in the compute dtype, sensitive operations in float32.
 
@@ -52,6 +55,8 @@ def autocast(
             also the one in which they are summed over devices if the batch is sharded under `jit`.
             `None` means float32 where the compute dtype is float16, of which a few finite
             shards can add up to infinity, and the compute dtype else.
+        scaling: The state of the policy's recipe, an `F8Scaling`, for recipes that have one. It is
+            used and not changed; gradient transforms do both.
 
     Returns:
         A function of the same arguments.
@@ -80,7 +85,21 @@ def autocast(
     """
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
-    return rewritten(func, settings, params=listed(params), keep=policy.keep)
+    state = None if scaling is None else scaling.slots(scaling.probes())
+    check_state(policy, has_state=state is not None)
+    return rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)
+
+
+def check_state(policy: Policy, *, has_state: bool) -> None:
+    """Raise if a policy's recipe needs state and has none."""
+    recipe = policy.recipe
+    if recipe is not None and recipe.needs_state and not has_state:
+        key = ", key=jax.random.key(0)" if recipe.is_random else ""
+        raise ValueError(
+            f"the recipe {recipe.name!r} has state, and none was given: make it with "
+            f"scaling = halfstep.RECIPES[{recipe.name!r}].init(loss, *args{key}), and pass "
+            "scaling=scaling."
+        )
 
 
 def rewritten(
@@ -90,6 +109,7 @@ def rewritten(
     params: Collection[int | str],
     keep: Sequence[str] = (),
     every_rule: bool = True,
+    state: Mapping[str, Slot] | None = None,
 ) -> Callable[..., Any]:
     """A function whose operations run as the settings say.
 
@@ -99,6 +119,7 @@ def rewritten(
         params: Which arguments hold parameters, by position or name.
         keep: Path rules for arguments that stay in float32.
         every_rule: Whether a rule that is for nothing in the function is an error.
+        state: What a recipe's state has for each product, by name.
     """
 
     @functools.wraps(func)
@@ -109,7 +130,8 @@ def rewritten(
         if every_rule:
             check_rules(call.plan)
         outputs = call.plan.graph.outputs
-        results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs))
+        slots = None if state is None else placed(call.plan, state)
+        results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs), slots=slots)
         avals = map(call.plan.graph.aval, outputs)
         return call.rebuild([as_traced(*pair) for pair in zip(results, avals, strict=True)])
 
@@ -143,6 +165,7 @@ def settings_of(
         policy.rules,
         policy.accumulate is not None,
         _reduce_dtype(reduce_dtype, policy.compute),
+        policy.recipe,
     )
 
 

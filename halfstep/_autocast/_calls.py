@@ -16,6 +16,7 @@ from halfstep._autocast._types import (
     nested,
     out_kinds,
     without_islands,
+    without_state,
 )
 
 
@@ -28,9 +29,9 @@ def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
 
 
 def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
-    """What the user recomputes, as a function of its operands."""
+    """What the user recomputes, as a function of a recipe's state and its operands."""
     return jax.checkpoint(
-        lambda *values: tuple(run(decision.inner, values, decision.outs)),
+        lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots)),
         prevent_cse=node.params["prevent_cse"],
         policy=node.params["policy"],
     )
@@ -41,8 +42,19 @@ def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     return nested(out_kinds(inner), inner)
 
 
+def _plan_shard_map(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    return _plan_call(node, kinds, without_state(settings), plan)
+
+
 def _run_shard_map(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
     params = node.params
     func = jax.shard_map(
@@ -58,13 +70,18 @@ def _run_shard_map(
 
 
 def _run_jit(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
     def given(name: str) -> tuple[Any, ...]:
         return tuple(None if is_unspecified(found) else found for found in node.params[name])
 
     func = jax.jit(
-        lambda *values: tuple(run(decision.inner, values, decision.outs)),
+        lambda *values: tuple(run(decision.inner, values, decision.outs, slots=slots)),
         in_shardings=given("in_shardings"),
         out_shardings=given("out_shardings"),
     )
@@ -75,7 +92,7 @@ RECOMPUTED = ("checkpoint", "remat", "remat2")
 PLANNERS = MappingProxyType(
     {
         **dict.fromkeys(RECOMPUTED, _plan_remat),
-        "shard_map": _plan_call,
+        "shard_map": _plan_shard_map,
         "jit": _plan_call,
         "pjit": _plan_call,
     }

@@ -1,5 +1,6 @@
 """Decide in which precision one operation runs: by the user's rules, then by the table."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from halfstep._autocast import _calls, _derivatives, _loops
+from halfstep._autocast._eligible import site_of
 from halfstep._autocast._graph import Graph, Node, Operand, is_scalar_literal, size
 from halfstep._autocast._kinds import Kind, is_subject, join
 from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, TABLE, Rule
@@ -45,7 +47,7 @@ def decide(
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
     if node.name in CONTRACTIONS:
-        return _contraction(node, graph, kinds, settings, rule, make)
+        return _contraction(node, graph, kinds, settings, rule, make, by)
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)
     widest = _met(kinds)
@@ -56,6 +58,9 @@ def decide(
         return make(rule, FLOAT32, _made_as_traced(node, graph, kinds), barrier=barrier)
     kind = Kind.SOFT if widest is Kind.OTHER else widest
     dtype = compute if kind is Kind.LOW else FLOAT32
+    if rule is Rule.FOLLOW and join(kinds) is Kind.STORED:
+        # Still that parameter, in another shape.
+        kind = Kind.STORED
     if node.name == "gather" and kind is Kind.SOFT and isinstance(node.ins[0], int):
         # Looked up in the parameters' own precision, so that gradients are added up in it.
         kind = Kind.LOW
@@ -68,11 +73,19 @@ def _met(kinds: Sequence[Kind]) -> Kind:
     if widest is Kind.KEPT and not all(k.yields or k in (Kind.OTHER, Kind.KEPT) for k in kinds):
         # Kept is what the user has named, and not all that it ever meets.
         return Kind.WIDE
+    if widest is Kind.STORED:
+        return Kind.LOW
     return Kind.SOFT if widest.yields else widest
 
 
 def _contraction(
-    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings, rule: Rule, make: Any
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    rule: Rule,
+    make: Any,
+    chosen: str,
 ) -> Decision:
     lowers = all(is_subject(graph.aval(operand), settings.compute) for operand in node.ins[:2])
     if rule in (Rule.WIDEST, Rule.FOLLOW):
@@ -82,7 +95,13 @@ def _contraction(
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     wide = rule is Rule.ACCUMULATE or settings.accumulate
     out = Kind.WIDE if wide else Kind.LOW
-    return make(Rule.COMPUTE, settings.compute, out, barrier=True)
+    decision = make(Rule.COMPUTE, settings.compute, out, barrier=True)
+    if settings.recipe is None:
+        return decision
+    site = site_of(node, graph, kinds, settings, chosen, FLOAT32 if wide else settings.compute)
+    if isinstance(site, str):
+        return dataclasses.replace(decision, refusal=site)
+    return dataclasses.replace(decision, site=site)
 
 
 def _decision(

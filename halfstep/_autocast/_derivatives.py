@@ -20,20 +20,29 @@ from halfstep._autocast._types import (
     nested,
     out_kinds,
     without_islands,
+    without_state,
 )
+
+
+def _inside(settings: Settings) -> Settings:
+    # JAX does not let gradients out of such a function but by its own rule.
+    return without_state(without_islands(settings))
 
 
 def _plan_custom_jvp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    inner = plan(
-        graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, without_islands(settings)
-    )
+    inner = plan(graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, _inside(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
 
 
 def _run_custom_jvp(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
     inner, kinds, plan = decision.inner
     consts = node.params["num_consts"]
@@ -56,7 +65,7 @@ def _run_custom_jvp(
         moving = [i for i in range(consts, len(primals)) if not zeros[i]]
         given = [*primals[consts:], *(tangents[i] for i in moving)]
         of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
-        made = plan(graph, of_given, without_islands(settings))
+        made = plan(graph, of_given, _inside(settings))
         of_tangents = [k for k, zero in zip(decision.outs, out_zeros, strict=True) if not zero]
         results = run(made, given, [*decision.outs, *of_tangents])
         count = len(decision.outs)
@@ -91,17 +100,20 @@ def zero_tangent(value: Any) -> Any:
 def _plan_custom_vjp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    inner = plan(
-        graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, without_islands(settings)
-    )
+    inner = plan(graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, _inside(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
 def _run_custom_vjp(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
     inner, kinds, plan = decision.inner
-    params, settings = node.params, without_islands(settings)
+    params, settings = node.params, _inside(settings)
     consts = params["num_consts"]
     avals = [inner.graph.avals[number] for number in inner.graph.inputs]
 

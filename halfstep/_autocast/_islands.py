@@ -122,14 +122,15 @@ def _is_wide(plan: Plan, index: int) -> bool:
         return False
     level = plan.levels[index]
     return level > 0 or any(
-        plan.seen(operand, level) in (Kind.LOW, Kind.WIDE) and _depends_on_low(plan, operand)
+        plan.seen(operand, level) in (Kind.STORED, Kind.LOW, Kind.WIDE)
+        and _depends_on_low(plan, operand)
         for operand in plan.graph.nodes[index].ins
     )
 
 
 def _depends_on_low(plan: Plan, operand: int | Constant) -> bool:
     return not isinstance(operand, Constant) and (
-        plan.kinds[operand] is Kind.LOW or operand in plan.rounded
+        plan.kinds[operand].is_low or operand in plan.rounded
     )
 
 

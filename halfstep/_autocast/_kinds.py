@@ -11,8 +11,9 @@ import numpy as np
 class Kind(enum.IntEnum):
     """How a value takes part in the choice of precision, from yielding to demanding.
 
-    `LOW` values are held in the compute dtype, all others as traced (float32). `OTHER` values
-    (integers, 16-bit floats of the user's, complex numbers, keys) are no business of ours.
+    `LOW` and `STORED` values are held in the compute dtype, all others as traced (float32).
+    `OTHER` values (integers, 16-bit floats of the user's, complex numbers, keys) are no business of
+    ours.
     """
 
     OTHER = 0
@@ -20,17 +21,29 @@ class Kind(enum.IntEnum):
     """A constant, or what is made of parameters: goes along with whatever it meets."""
     PARAM = 2
     """A parameter itself. The same, but where a loop updates it, it is carried in float32."""
-    LOW = 3
+    STORED = 3
+    """A parameter that is stored in the compute dtype."""
+    LOW = 4
     """In the compute dtype."""
-    WIDE = 4
+    WIDE = 5
     """In float32, and so is what is made of it, until it enters a contraction."""
-    KEPT = 5
+    KEPT = 6
     """In float32 because the user says so, and so is a contraction that it enters."""
 
     @property
     def yields(self) -> bool:
         """Whether it goes along with whatever it meets."""
         return self in (Kind.SOFT, Kind.PARAM)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it is held in the compute dtype."""
+        return self in (Kind.STORED, Kind.LOW)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a parameter, or made of parameters and constants only."""
+        return self.yields or self is Kind.STORED
 
 
 def join(kinds: Iterable[Kind]) -> Kind:

@@ -18,6 +18,7 @@ from halfstep._autocast._types import (
     held_dtype,
     nested,
     out_kinds,
+    without_state,
 )
 
 # Scan.
@@ -55,7 +56,12 @@ def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
 
 
 def _run_scan(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
     inner, kinds = decision.inner
     params = node.params
@@ -63,8 +69,9 @@ def _run_scan(
     values = _hold(operands, kinds, [inner.graph.avals[n] for n in inner.graph.inputs], settings)
     consts, init, xs = values[:first], values[first : first + carries], values[first + carries :]
 
-    def body(carry: Any, x: Any) -> Any:
-        results = run(inner, [*consts, *carry, *x], decision.outs)
+    def body(carry: Any, turn: Any) -> Any:
+        x, own = turn
+        results = run(inner, [*consts, *carry, *x], decision.outs, slots=own)
         return tuple(results[:carries]), tuple(results[carries:])
 
     options = (
@@ -73,7 +80,7 @@ def _run_scan(
     carry, ys = jax.lax.scan(
         body,
         tuple(init),
-        tuple(xs),
+        (tuple(xs), slots),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -100,6 +107,7 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
     params = node.params
     condition = graph_of(params["cond_jaxpr"], node.scope)
     body = graph_of(params["body_jaxpr"], node.scope)
+    settings = without_state(settings)
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_condition, of_body = list(kinds[: split[0]]), list(kinds[split[0] : split[1]])
     carry = list(kinds[split[1] :])
@@ -115,7 +123,12 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
 
 
 def _run_while(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
     test, body, kinds = decision.inner
     params = node.params
@@ -149,12 +162,18 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 
 def _run_cond(
-    node: Node, decision: Decision, operands: Sequence[Any], settings: Settings, run: Runner
+    node: Node,
+    decision: Decision,
+    operands: Sequence[Any],
+    settings: Settings,
+    run: Runner,
+    slots: Any,
 ) -> list[Any]:
-    def runner(branch: Plan) -> Callable[..., Any]:
-        return lambda *values: tuple(run(branch, values, decision.outs))
+    def runner(branch: Plan, own: Any) -> Callable[..., Any]:
+        return lambda *values: tuple(run(branch, values, decision.outs, slots=own))
 
-    branches = [runner(branch) for branch in decision.inner]
+    given = [None] * len(decision.inner) if slots is None else slots
+    branches = [runner(*pair) for pair in zip(decision.inner, given, strict=True)]
     return list(jax.lax.switch(operands[0], branches, *operands[1:]))
 
 

@@ -27,7 +27,7 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
     state = _State(graph, settings)
     for number, kind in zip(graph.inputs, in_kinds, strict=True):
         state.kinds[number] = kind
-        state.from_low[number] = kind is Kind.LOW
+        state.from_low[number] = kind.is_low
     for number, value in graph.constants:
         if is_subject(graph.avals[number], settings.compute):
             # What a function closes over may be a value of an outer trace: nothing is known of it,
@@ -48,7 +48,7 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
         for number, kind in zip(node.outs, decision.outs, strict=True):
             state.kinds[number] = kind
             state.after[number] = level + decision.barrier
-            state.from_low[number] = from_low or kind is Kind.LOW
+            state.from_low[number] = from_low or kind.is_low
             own = size(graph.avals[number])
             state.width[number] = own if decision.barrier else max(own, width)
             # What has been reduced (a mean, a loss) is small, and stays as exact as it is.

@@ -15,6 +15,8 @@ from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._contract import contract
 from halfstep._autocast._decide import bind_by
 from halfstep._autocast._difference import difference
+from halfstep._autocast._f8._site import OFF
+from halfstep._autocast._f8._slots import Slots
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
@@ -29,10 +31,23 @@ _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
 
 def run(
-    plan: Plan, values: Sequence[Any], out_kinds: Sequence[Kind], *, place: Place = Place.WHOLE
+    plan: Plan,
+    values: Sequence[Any],
+    out_kinds: Sequence[Kind],
+    *,
+    place: Place = Place.WHOLE,
+    slots: Slots | None = None,
 ) -> list[Any]:
-    """Run a plan on values that are held as its inputs' kinds say."""
-    env = _Environment(plan, place)
+    """Run a plan on values that are held as its inputs' kinds say.
+
+    Args:
+        plan: What is run.
+        values: Of its inputs.
+        out_kinds: As which kinds its outputs are wanted.
+        place: Whether it is all of a function, or the inside of a call or a loop.
+        slots: What a recipe's state has for its products, by the number of the operation.
+    """
+    env = _Environment(plan, place, slots=slots)
     for number, value in zip(plan.graph.inputs, values, strict=True):
         env.write(number, value)
     for number, value in plan.graph.constants:
@@ -56,10 +71,13 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
 class _Environment:
     """Values by number, each in one or both of the two dtypes."""
 
-    def __init__(self, plan: Plan, place: Place, *, stored: bool = False):
+    def __init__(
+        self, plan: Plan, place: Place, *, stored: bool = False, slots: Slots | None = None
+    ):
         self.plan = plan
         self.place = place
         self.stored = stored
+        self.slots = slots
         self.values: dict[int, Any] = {}
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.shared: dict[Hashable, Callable[..., Any]] = {}
@@ -101,13 +119,15 @@ def _operand(env: _Environment, operand: Operand, index: int) -> Any:
     dtype = held(plan, operand, kind)
     if decision.inner is not None or decision.function is not None or dtype is None:
         return env.read(operand, dtype)
-    if kind.yields and decision.rule is Rule.COMPUTE and _has_own_gradients(plan, index):
-        # A parameter, whose gradient is to be wider than the product's operands are.
+    is_param = kind.yields and decision.rule is Rule.COMPUTE
+    if is_param and (_has_own_gradients(plan, index) or decision.site is not None):
+        # A parameter, whose gradient is to be wider than the product's operands are; or which is
+        # rounded once, to few bits.
         return env.read(operand, FLOAT32)
     if plan.graph.nodes[index].name == "convert_element_type":
         # To another dtype of the user's: from whichever it is held in.
         return env.read(operand, None)
-    if kind is Kind.LOW and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
+    if kind.is_low and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
         # Where a value has passed a barrier, all see what was stored of it.
         return jax.lax.convert_element_type(env.read(operand, dtype), FLOAT32)
     node = plan.graph.nodes[index]
@@ -135,12 +155,15 @@ def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[An
     """Run one operation."""
     plan = env.plan
     node, decision = plan.graph.nodes[index], plan.decisions[index]
+    slots = None if env.slots is None else env.slots.get(index)
+    if decision.site is not None and slots is not OFF:
+        return [decision.site(operands, slots)]
     if decision.inner is not None:
         inside = functools.partial(run, place=env.place.within(node.name))
         if node.name in _calls.RECOMPUTED:
             func = _calls.recomputed(node, decision, inside)
-            return env.shared.setdefault(signature(plan, index), func)(*operands)
-        return _RUNNERS[node.name](node, decision, operands, plan.settings, inside)
+            return env.shared.setdefault(signature(plan, index), func)(slots, *operands)
+        return _RUNNERS[node.name](node, decision, operands, plan.settings, inside, slots)
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)

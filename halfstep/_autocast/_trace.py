@@ -84,7 +84,7 @@ def trace(
     given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
     graph = graph_of(jax.make_jaxpr(flat)(*given))
     avals = [graph.avals[number] for number in graph.inputs]
-    kinds = [Kind.LOW if low else kind for kind, low in zip(kinds, stored, strict=True)]
+    kinds = [Kind.STORED if low else kind for kind, low in zip(kinds, stored, strict=True)]
     of_dtype = [
         kind if is_subject(aval, settings.compute) else Kind.OTHER
         for kind, aval in zip(kinds, avals, strict=True)

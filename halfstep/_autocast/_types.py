@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from halfstep._autocast._f8._site import Site
 from halfstep._autocast._graph import Constant, Graph, Operand
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._table import Rule
+from halfstep._recipe import Recipe
 from halfstep._rules import PrecisionFunction, PrecisionRule
 
 FLOAT32 = np.dtype(np.float32)
@@ -25,6 +27,10 @@ class Settings:
     """Whether all contractions hand on their results in float32."""
     reduce: np.dtype | None = None
     """The dtype in which gradients of parameters come out of contractions, if it is another."""
+    recipe: Recipe | None = None
+    """How products of weights are computed in few bits, if they are."""
+    has_state: bool = True
+    """Whether a recipe's state reaches the products: not into a `shard_map` or a `while`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +50,10 @@ class Decision:
     """The rule of the user's that has decided, if one has."""
     function: PrecisionFunction | None = None
     """That of a rule which makes the operands itself."""
+    site: Site | None = None
+    """A contraction in few bits."""
+    refusal: str = ""
+    """Why it is none, if the recipe is for others."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,12 +105,12 @@ def held_dtype(aval: Any, kind: Kind, compute: np.dtype) -> np.dtype | None:
     """The dtype in which a value of a kind is held; `None` for what is not ours."""
     if not is_subject(aval, compute):
         return None
-    return compute if kind is Kind.LOW else FLOAT32
+    return compute if kind.is_low else FLOAT32
 
 
 Planner = Callable[[Graph, Sequence[Kind], Settings], Plan]
 """Plans the functions inside of an operation."""
-Runner = Callable[[Plan, Sequence[Any], Sequence[Kind]], list[Any]]
+Runner = Callable[..., list[Any]]
 """Runs them."""
 
 
@@ -134,3 +144,8 @@ def inner_plans(inner: Any) -> Iterator[Plan]:
 def without_islands(settings: Settings) -> Settings:
     """For the inside of what is computed again anyway."""
     return dataclasses.replace(settings, islands=False)
+
+
+def without_state(settings: Settings) -> Settings:
+    """For the inside of what a recipe's state does not reach."""
+    return dataclasses.replace(settings, has_state=False)

@@ -25,7 +25,7 @@ def stochastic_round(
 
     Args:
         value: What is rounded, in float32.
-        dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+        dtype: bfloat16, float16, float8_e4m3fn, float8_e5m2 or float4_e2m1fn.
         key: Where randomness comes from. The same key gives the same result.
 
     Returns:
@@ -52,7 +52,10 @@ def stochastic_round(
     check_dtype(value, jnp.float32, "stochastic_round")
     if dtype == jnp.bfloat16:
         return _to_bfloat16(value, key)
-    return _to_float(value, dtype, jax.random.uniform(key, value.shape, jnp.float32))
+    noise = jax.random.uniform(key, value.shape, jnp.float32)
+    if dtype == jnp.float4_e2m1fn:
+        return _to_four_bits(value, noise)
+    return _to_float(value, dtype, noise)
 
 
 def _to_bfloat16(value: Any, key: Any) -> Any:
@@ -83,6 +86,17 @@ def _to_float(value: Any, dtype: Any, noise: Any) -> Any:
     return jnp.where(inside, moved, back).astype(dtype)
 
 
+def _to_four_bits(value: Any, noise: Any) -> Any:
+    # 0, 1/2, 1, 3/2, 2, 3, 4, 6: three distances, all of them powers of two.
+    size = jnp.abs(value)
+    step = jnp.where(
+        size < 2, jnp.float32(0.5), jnp.where(size < 4, jnp.float32(1), jnp.float32(2))
+    )
+    moved = jnp.floor(size / step + noise) * step
+    rounded = jnp.where(size < 6, moved, size)
+    return jnp.copysign(rounded, value).astype(jnp.float4_e2m1fn)
+
+
 _LARGEST_BFLOAT16 = 0x7F7F0000
 _WORDS = MappingProxyType(
     {
@@ -90,5 +104,6 @@ _WORDS = MappingProxyType(
         jnp.dtype(jnp.float16): jnp.uint16,
         jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
         jnp.dtype(jnp.float8_e5m2): jnp.uint8,
+        jnp.dtype(jnp.float4_e2m1fn): jnp.uint8,
     }
 )

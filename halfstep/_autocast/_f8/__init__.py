@@ -1,0 +1,1 @@
+"""Products in 8 and 4 bits."""

@@ -1,0 +1,139 @@
+"""A linear function that says itself what its transpose is.
+
+`jax.custom_derivatives.linear_call` is the same and cannot be mapped over (`vmap`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A function of residuals that is linear in what else it takes. It is compared by value."""
+
+    def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
+        """The result, an array."""
+        ...
+
+    def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
+        """The cotangents of what it is linear in, whose shapes and dtypes are given."""
+        ...
+
+
+def linear(function: Linear, residuals: Any, linears: Sequence[Any]) -> Any:
+    """Call a linear function.
+
+    Args:
+        function: What is called.
+        residuals: Arrays in which it is not linear.
+        linears: Arrays in which it is.
+    """
+    flat, tree = jax.tree_util.tree_flatten(residuals)
+    flat = [_once(value) for value in flat]
+    return _linear.bind(*flat, *linears, function=function, tree=tree, mapped=())
+
+
+_linear = Primitive("halfstep_linear")
+
+
+@jax.custom_jvp
+def _once(value: Any) -> Any:
+    """A value that may be kept for a derivative, and not be differentiated itself."""
+    return value
+
+
+def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise TypeError(
+            "products in 8 bits have no second derivatives: take them with a policy of 16 bits, "
+            "such as policy='bf16', or keep these products out of it with a rule such as "
+            "'op:dot_general=compute'."
+        )
+    return primals[0], tangents[0]
+
+
+_once.defjvp(_refuse, symbolic_zeros=True)
+
+
+def _apply(*values: Any, function: Linear, tree: Any, mapped: Any) -> Any:
+    def push(flat: Sequence[Any], linears: Sequence[Any]) -> Any:
+        return function.push(jax.tree_util.tree_unflatten(tree, flat), linears)
+
+    count = tree.num_leaves
+    for axes in mapped:
+        push = jax.vmap(push, in_axes=(list(axes), 0))
+    return push(list(values[:count]), list(values[count:]))
+
+
+def _abstract(*avals: Any, **params: Any) -> Any:
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    out = jax.eval_shape(lambda *values: _apply(*values, **params), *shapes)
+    like = avals[params["tree"].num_leaves]
+    varying = frozenset().union(*(getattr(aval, "vma", frozenset()) for aval in avals))
+    made = like.update(shape=out.shape, dtype=out.dtype, weak_type=False)
+    # Within a shard_map: over which axes of the mesh it varies.
+    return made.update(vma=varying) if varying else made
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    # Of its residuals nothing moves: `_once` sees to it.
+    count = params["tree"].num_leaves
+    given = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]
+    return (
+        _linear.bind(*primals, **params),
+        _linear.bind(*primals[:count], *given, **params),
+    )
+
+
+def _transpose(cotangent: Any, *values: Any, function: Linear, tree: Any, mapped: Any) -> Any:
+    count = tree.num_leaves
+    if isinstance(cotangent, ad.Zero):
+        return [None] * len(values)
+    # Mapped dimensions come first, the last one outermost.
+    likes = [
+        jax.ShapeDtypeStruct(aval.shape[len(mapped) :], aval.dtype)
+        for aval in (
+            value.aval if ad.is_undefined_primal(value) else value for value in values[count:]
+        )
+    ]
+
+    def pull(flat: Sequence[Any], cotangent: Any) -> Any:
+        return list(function.pull(jax.tree_util.tree_unflatten(tree, flat), cotangent, likes))
+
+    for axes in mapped:
+        pull = jax.vmap(pull, in_axes=(list(axes), 0))
+    made = pull(list(values[:count]), cotangent)
+    return [None] * count + [
+        gradient if ad.is_undefined_primal(value) else None
+        for gradient, value in zip(made, values[count:], strict=True)
+    ]
+
+
+def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+    count = params["tree"].num_leaves
+    size = next(
+        value.shape[axis] for value, axis in zip(values, axes, strict=True) if isinstance(axis, int)
+    )
+    residual_axes = tuple(axis if isinstance(axis, int) else None for axis in axes[:count])
+    linears = [
+        jnp.moveaxis(value, axis, 0)
+        if isinstance(axis, int)
+        else jnp.broadcast_to(value, (size, *value.shape))
+        for value, axis in zip(values[count:], axes[count:], strict=True)
+    ]
+    mapped = (*params["mapped"], residual_axes)
+    return _linear.bind(*values[:count], *linears, **{**params, "mapped": mapped}), 0
+
+
+_linear.def_impl(_apply)
+_linear.def_abstract_eval(_abstract)
+ad.primitive_jvps[_linear] = _jvp
+ad.primitive_transposes[_linear] = _transpose
+batching.primitive_batchers[_linear] = _batch
+mlir.register_lowering(_linear, mlir.lower_fun(_apply, multiple_results=False))

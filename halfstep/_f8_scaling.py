@@ -1,0 +1,281 @@
+"""The state of a recipe: what was seen of each product, and what its scales are made of."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from halfstep._arguments import listed
+from halfstep._autocast import OFF, Slot, named_sites, rewritten, settings_of, trace
+from halfstep._formats import at_least_float32
+from halfstep._policy import Policy, as_policy
+from halfstep._recipe import Recipe, as_recipe
+from halfstep._scaling import AbstractLossScaling, NoLossScaling
+from halfstep._verdict import as_predicate
+from halfstep.quant._scaled import power_of_two
+
+T = TypeVar("T")
+
+
+class SiteState(eqx.Module):
+    """What is known of one product; in a loop, of each of its turns.
+
+    Attributes:
+        history: The largest magnitudes of the last steps, the newest first, of the activation, the
+            weight and the gradient; without delayed scaling, of no step.
+        seen: In the last step, of the same three: the largest magnitude, and which parts were
+            saturated and flushed to zero.
+        degraded: For how many steps in a row too much was lost.
+    """
+
+    history: Float32[Array, "*turns steps 3"]
+    seen: Float32[Array, "*turns 3 3"]
+    degraded: Int32[Array, "*turns"]
+
+
+class F8Scaling(AbstractLossScaling):
+    """A loss scaling that carries a recipe's state as well. Made by `Recipe.init`.
+
+    It goes where a loss scaling goes: into a gradient transform, which hands back the next one. A
+    step whose gradients are not finite leaves the state of all products as it was.
+
+    Attributes:
+        loss: The loss scaling.
+        sites: What is known of each product, by its name.
+        key: Bits of a random key, for recipes that round at random.
+        step: How many steps have been taken.
+        recipe: The recipe.
+        off: Products that are computed in the compute dtype, since too much of them was lost.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"]) ** 2)
+
+
+        params = {"up": jnp.ones((32, 64)) / 32, "down": jnp.ones((64, 32)) / 64}
+        x = jax.random.normal(jax.random.key(0), (16, 32))
+        scaling = halfstep.RECIPES["f8-delayed"].init(loss, params, x)
+        assert list(scaling.sites) == ["dot_general.0", "dot_general.1"]
+        gradient = halfstep.filter_grad(loss, scaling, policy="f8-delayed")
+        scaling, finite, grads = gradient(params, x)
+        assert finite
+        ```
+    """
+
+    loss: AbstractLossScaling
+    sites: dict[str, SiteState]
+    key: UInt32[Array, " words"] | None
+    step: Int32[Array, ""]
+    recipe: Recipe = eqx.field(static=True)
+    off: tuple[str, ...] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        loss: AbstractLossScaling,
+        sites: dict[str, SiteState],
+        key: Any,
+        step: Any,
+        recipe: Recipe,
+        off: tuple[str, ...] = (),
+    ):
+        self.loss, self.sites, self.key, self.step = loss, sites, key, step
+        self.recipe, self.off = recipe, off
+
+    @property
+    def loss_scaling(self) -> Any:
+        """The loss scale."""
+        return self.loss.loss_scaling
+
+    @property
+    def checks_finite(self) -> bool:
+        """Always: what was seen in a bad step must not be kept."""
+        return True
+
+    def scale(self, tree: T) -> T:
+        """Multiply the inexact leaves by the loss scale, in float32 or wider."""
+        return self.loss.scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        """Divide the inexact leaves by the loss scale, in float32 or wider."""
+        return self.loss.unscale(tree)
+
+    def adjust(self, grads_finite: Any) -> "F8Scaling":
+        """With the loss scale for the next step. What was seen is recorded by `observe`."""
+        return dataclasses.replace(self, loss=self.loss.adjust(grads_finite))
+
+    # What gradient transforms use.
+
+    def probes(self) -> dict[str, Array]:
+        """Zeros whose gradient is what is seen of each product."""
+        return {name: jnp.zeros_like(site.seen) for name, site in self.sites.items()}
+
+    def slots(self, probes: Mapping[str, Array]) -> dict[str, Any]:
+        """What each product gets."""
+        made: dict[str, Any] = {}
+        for number, (name, site) in enumerate(self.sites.items()):
+            if name in self.off:
+                made[name] = OFF
+                continue
+            made[name] = Slot(self._scales(site), self._keys(site, number), probes[name])
+        return made
+
+    def _scales(self, site: SiteState) -> Array | None:
+        if not self.recipe.history:
+            return None
+        first, second = self.recipe.forward
+        legs = (self.recipe.input_gradient, self.recipe.weight_gradient)
+        most = [leg[place].max for leg, place in zip(legs, (0, 1), strict=True) if leg is not None]
+        limits = (first.max, second.max, min(most, default=1.0))
+        # Gradients are as large as the loss is scaled.
+        sizes = jnp.stack([jnp.ones(()), jnp.ones(()), jnp.asarray(self.loss_scaling)])
+        amax = jnp.max(site.history, axis=-2) * sizes * 2.0**self.recipe.margin
+        return jnp.stack([power_of_two(amax[..., i], limits[i]) for i in range(3)], axis=-1)
+
+    def _keys(self, site: SiteState, number: int) -> Array | None:
+        if self.key is None:
+            return None
+        key = jax.random.wrap_key_data(self.key)
+        key = jax.random.fold_in(jax.random.fold_in(key, self.step), number)
+        turns = site.degraded.shape
+        if not turns:
+            return jax.random.key_data(key)
+        return jax.random.key_data(jax.random.split(key, turns))
+
+    def observe(self, seen: Mapping[str, Array], finite: Any) -> "F8Scaling":
+        """Record what was seen in a step.
+
+        Args:
+            seen: The gradients of `probes`.
+            finite: The step's verdict: if it is bad, nothing is recorded.
+        """
+        predicate = as_predicate(finite)
+        good = jnp.asarray(True) if predicate is None else jnp.asarray(predicate)
+        sites = {
+            name: site if name in self.off else self._recorded(site, seen[name], good)
+            for name, site in self.sites.items()
+        }
+        return dataclasses.replace(self, sites=sites, step=self.step + 1)
+
+    def _recorded(self, site: SiteState, seen: Array, good: Array) -> SiteState:
+        scale = jnp.asarray(self.loss_scaling)
+        sizes = jnp.stack([jnp.ones(()), jnp.ones(()), 1 / scale]).astype(jnp.float32)
+        amax = seen[..., 0] * sizes
+        history = site.history
+        if self.recipe.history:
+            pushed = jnp.concatenate([amax[..., None, :], history[..., :-1, :]], axis=-2)
+            # Nothing was seen where a branch was not taken.
+            valid = good & (amax > 0) & jnp.isfinite(amax)
+            history = jnp.where(valid[..., None, :], pushed, history)
+        lost = seen[..., 1:] > jnp.asarray([self.recipe.saturated, self.recipe.flushed])
+        worse = jnp.any(lost, axis=(-1, -2))
+        degraded = jnp.where(worse, site.degraded + 1, 0)
+        return SiteState(
+            history=history,
+            seen=jnp.where(good, seen.at[..., 0].set(amax), site.seen),
+            degraded=jnp.where(good, degraded, site.degraded),
+        )
+
+    # What the user calls between steps.
+
+    def review(self) -> "F8Scaling":
+        """Take products that lose too much out of the recipe, on the host.
+
+        Those of which the recipe's part was saturated or flushed for `patience` steps in a row are
+        computed in the compute dtype from now on. It reads the counters, so it waits for the step:
+        call it where you log. A step function is compiled anew if something has changed.
+        """
+        if not self.recipe.patience:
+            return self
+        bad = tuple(
+            name
+            for name, site in self.sites.items()
+            if name not in self.off
+            and int(np.max(np.asarray(site.degraded), initial=0)) >= self.recipe.patience
+        )
+        return dataclasses.replace(self, off=(*self.off, *bad)) if bad else self
+
+
+def init(
+    recipe: Recipe | str,
+    func: Callable[..., Any],
+    *args: Any,
+    loss_scaling: AbstractLossScaling | None = None,
+    key: Any = None,
+    policy: Policy | str | None = None,
+    params: Any = 0,
+    calibrate: bool = True,
+    **kwargs: Any,
+) -> F8Scaling:
+    """The state of a recipe for a function; see `Recipe.init`."""
+    made = as_recipe(recipe)
+    if made is None:
+        raise TypeError("required a recipe; got None.")
+    loss = NoLossScaling() if loss_scaling is None else loss_scaling
+    if made.is_random and key is None:
+        raise ValueError(
+            f"the recipe {made.name!r} rounds at random: pass key=jax.random.key(seed)."
+        )
+    settings = settings_of(as_policy(policy or "bf16").replace(recipe=made))
+    call = trace(func, settings, args, kwargs, params=listed(params), keep=())
+    steps = made.history
+    sites = {
+        found.name: SiteState(
+            history=jnp.zeros((*found.turns, steps, 3), jnp.float32),
+            seen=jnp.zeros((*found.turns, 3, 3), jnp.float32),
+            degraded=jnp.zeros(found.turns, jnp.int32),
+        )
+        for found in named_sites(call.plan)
+    }
+    bits = None
+    if made.is_random:
+        bits = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    scaling = F8Scaling(
+        loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=made, off=()
+    )
+    if not (made.history and calibrate and sites):
+        return scaling
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.arrays):
+        raise TypeError(
+            "the first scales are made of what is seen in one step, which needs arrays; got "
+            "jax.ShapeDtypeStruct. Pass arrays, or calibrate=False to begin with scales of 1."
+        )
+    return _calibrated(scaling, func, settings, listed(params), args, kwargs)
+
+
+def _calibrated(
+    scaling: F8Scaling, func: Any, settings: Any, params: Any, args: Any, kwargs: Any
+) -> F8Scaling:
+    """With the magnitudes of one step, in which everything is scaled by what it is."""
+
+    @eqx.filter_jit
+    def seen(args: Any, kwargs: Any) -> Any:
+        def value(probes: Mapping[str, Array]) -> Any:
+            slots = {name: Slot(None, None, probe) for name, probe in probes.items()}
+            run = rewritten(func, settings, params=params, every_rule=False, state=slots)
+            first = jtu.tree_leaves(run(*args, **kwargs))[0]
+            return jnp.sum(first.astype(at_least_float32(first.dtype)))
+
+        return jax.grad(value)(scaling.probes())
+
+    found = seen(args, kwargs)
+    sites = {}
+    for name, site in scaling.sites.items():
+        amax = found[name][..., None, :, 0]
+        finite = jnp.where(jnp.isfinite(amax), amax, 0)
+        history = jnp.broadcast_to(finite, site.history.shape)
+        # One buffer for each, so that all of them can be donated.
+        sites[name] = dataclasses.replace(site, history=jnp.array(history), seen=found[name])
+    return dataclasses.replace(scaling, sites=sites)

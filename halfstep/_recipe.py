@@ -1,0 +1,270 @@
+"""Recipes for matrix products in 8 and 4 bits: which format, which scales, on which leg."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Element = Literal["e4m3", "e5m2", "e2m1"]
+Per = Literal["tensor", "row", "block", "tile"]
+Rounding = Literal["nearest", "stochastic"]
+
+_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        "e4m3": np.dtype(jnp.float8_e4m3fn),
+        "e5m2": np.dtype(jnp.float8_e5m2),
+        "e2m1": np.dtype(jnp.float4_e2m1fn),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Factor:
+    """How one factor of a product is written in few bits.
+
+    Attributes:
+        element: The format of its elements: `"e4m3"` and `"e5m2"` of 8 bits, `"e2m1"` of 4.
+        per: What shares a scale: the whole `"tensor"`; a `"row"`, which is all that is summed for
+            one element of the result; a `"block"` of `size` elements of a row; or a `"tile"`, the
+            same block of `size` rows.
+        size: How many elements a block has along what is summed.
+        two_level: Whether the scales of blocks are numbers of 8 bits (e4m3) beside a scale of the
+            whole tensor. Else they are powers of two, which never round.
+        rounding: To the `"nearest"`, or at random with the right mean: `"stochastic"`.
+        rotate: Whether blocks are multiplied by a Hadamard matrix with random signs first, which
+            spreads outliers. The other factor of the product is rotated alike, so the product
+            stays what it was.
+    """
+
+    element: Element
+    per: Per = "tensor"
+    size: int = 0
+    two_level: bool = False
+    rounding: Rounding = "nearest"
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, "element", get_args(Element))
+        _check(self, "per", get_args(Per))
+        _check(self, "rounding", get_args(Rounding))
+        if self.is_blocked != bool(self.size):
+            raise ValueError(
+                f"per={self.per!r} takes {'a' if self.is_blocked else 'no'} size; "
+                f"got size={self.size}."
+            )
+        if self.size and (self.size < 2 or self.size & (self.size - 1)):
+            raise ValueError(f"`size` is a power of two; got {self.size}.")
+        if self.element == "e2m1" and not self.is_blocked:
+            raise ValueError("4 bits need a scale for each block: give per='block' and a size.")
+        if (self.two_level or self.rotate) and not self.is_blocked:
+            raise ValueError("`two_level` and `rotate` are about blocks: give per='block'.")
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a row has several scales, which cannot be taken out of its sum."""
+        return self.per in ("block", "tile")
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The format of its elements."""
+        return _DTYPES[self.element]
+
+    @property
+    def max(self) -> float:
+        """The largest number that an element can be."""
+        return float(jnp.finfo(self.dtype).max)
+
+
+def _check(owner: Any, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in allowed:
+        raise ValueError(f"`{name}` is one of {', '.join(map(repr, allowed))}; got {value!r}.")
+
+
+Leg = tuple[Factor, Factor]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the products of activations and weights are computed in few bits.
+
+    A product has three legs: forward, the gradient of its input, and that of its weight. Each has
+    two factors, which are quantized for it, from what they were before.
+
+    Attributes:
+        name: What it is called.
+        forward: How the activation and the weight are written.
+        input_gradient: How the gradient and the weight are; `None` for a product in the policy's
+            compute dtype.
+        weight_gradient: How the activation and the gradient are; or `None`.
+        history: How many steps' largest magnitudes the scales are made of (delayed scaling). 0
+            means those of the values themselves (current scaling).
+        margin: Delayed scales leave room for `2**margin` times the largest magnitude seen.
+        activations: Whether products of two activations, such as attention scores, are too.
+        multiple_of: What is summed, and each side of a weight, has to be a multiple of this.
+        saturated: Which part of a factor may be beyond the largest element.
+        flushed: Which part of it may become zero.
+        patience: After how many steps in a row with more than that `F8Scaling.review` takes a
+            product out; 0 for never.
+        experimental: Whether it may still change.
+
+    Example:
+        ```python
+        import dataclasses
+        import halfstep
+
+        recipe = halfstep.RECIPES["f8"]
+        assert recipe.forward[0].element == "e4m3"
+        assert recipe.weight_gradient[1].element == "e5m2"
+        mine = dataclasses.replace(recipe, name="mine", activations=True)
+        policy = halfstep.Policy(compute="bf16", recipe=mine)
+        ```
+    """
+
+    name: str
+    forward: Leg
+    input_gradient: Leg | None
+    weight_gradient: Leg | None
+    history: int = 0
+    margin: int = 0
+    activations: bool = False
+    multiple_of: int = 16
+    saturated: float = 0.01
+    flushed: float = 0.5
+    patience: int = 32
+    experimental: bool = False
+
+    def __post_init__(self) -> None:
+        for leg in self.legs:
+            first, second = leg
+            if (first.size, first.rotate) != (second.size, second.rotate):
+                if first.rotate or second.rotate:
+                    raise ValueError("both factors of a leg are rotated, in blocks of one size.")
+                if 0 not in (first.size, second.size):
+                    raise ValueError(
+                        "both factors of a leg have blocks of one size along what is summed; got "
+                        f"{first.size} and {second.size}."
+                    )
+        if self.history < 0 or self.margin < 0:
+            raise ValueError("`history` and `margin` are 0 or more.")
+        if self.history and any(f.per != "tensor" for leg in self.legs for f in leg):
+            raise ValueError("delayed scaling (`history`) is for scales per tensor.")
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """Those that are quantized."""
+        legs = (self.forward, self.input_gradient, self.weight_gradient)
+        return tuple(leg for leg in legs if leg is not None)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything in it is rounded or rotated at random."""
+        factors = [factor for leg in self.legs for factor in leg]
+        return any(factor.rounding == "stochastic" or factor.rotate for factor in factors)
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether it has to be given state: past magnitudes, or where randomness comes from."""
+        return bool(self.history) or self.is_random
+
+    def init(self, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The state of this recipe for a function: past magnitudes, and where randomness is from.
+
+        Recipes without state need none; with it they say what they see of each product.
+
+        Args:
+            func: The loss function, or any other.
+            *args: What it is called with. Magnitudes of one step with them are what delayed scales
+                begin with.
+            **options: `loss_scaling=`, one that the state goes along with; `key=`, for recipes that
+                round at random; `params=0`, which arguments hold parameters; `policy=`, if it has
+                rules; `calibrate=True`: whether that step is taken. All others are arguments of
+                the function.
+
+        Returns:
+            An `F8Scaling`, which goes where a loss scaling goes.
+        """
+        # Upwards, and at the time of the call: what a recipe is belongs to a policy, its state to
+        # training.
+        from halfstep._f8_scaling import init
+
+        return init(self, func, *args, **options)
+
+
+def _recipes() -> Mapping[str, Recipe]:
+    e4, e5 = Factor(element="e4m3"), Factor(element="e5m2")
+    row = Factor(element="e4m3", per="row")
+    block = Factor(element="e4m3", per="block", size=128)
+    tile = Factor(element="e4m3", per="tile", size=128)
+    mx = Factor(element="e4m3", per="block", size=32)
+    fp4 = Factor(element="e2m1", per="block", size=16, two_level=True)
+    fp4_tile = dataclasses.replace(fp4, per="tile")
+    fp4_random = dataclasses.replace(fp4, rounding="stochastic")
+    rotated, rotated_random = (dataclasses.replace(f, rotate=True) for f in (fp4, fp4_random))
+    rows = (
+        Recipe(name="f8", forward=(e4, e4), input_gradient=(e5, e4), weight_gradient=(e4, e5)),
+        Recipe(name="f8-e4m3", forward=(e4, e4), input_gradient=(e4, e4), weight_gradient=(e4, e4)),
+        Recipe(
+            name="f8-delayed",
+            forward=(e4, e4),
+            input_gradient=(e5, e4),
+            weight_gradient=(e4, e5),
+            history=16,
+        ),
+        Recipe(
+            name="f8-row", forward=(row, row), input_gradient=(row, row), weight_gradient=(row, row)
+        ),
+        Recipe(
+            name="f8-row-gw", forward=(row, row), input_gradient=(row, row), weight_gradient=None
+        ),
+        Recipe(
+            name="f8-block",
+            forward=(block, tile),
+            input_gradient=(block, tile),
+            weight_gradient=(block, block),
+        ),
+        Recipe(name="mxfp8", forward=(mx, mx), input_gradient=(mx, mx), weight_gradient=(mx, mx)),
+        Recipe(
+            name="nvfp4",
+            forward=(fp4, fp4_tile),
+            input_gradient=(fp4_random, fp4_tile),
+            weight_gradient=(rotated, rotated_random),
+            experimental=True,
+        ),
+    )
+    return MappingProxyType({row.name: row for row in rows})
+
+
+RECIPES: Mapping[str, Recipe] = _recipes()
+"""The recipes that a policy can name.
+
+| name | forward | gradients | scales |
+|---|---|---|---|
+| `"f8"` | e4m3 | e5m2 | of each tensor, powers of two |
+| `"f8-e4m3"` | e4m3 | e4m3 | the same |
+| `"f8-delayed"` | e4m3 | e5m2 | the same, of the last 16 steps |
+| `"f8-row"` | e4m3 | e4m3 | of each row |
+| `"f8-row-gw"` | e4m3 | e4m3; weights' in the compute dtype | of each row |
+| `"f8-block"` | e4m3 | e4m3 | of 1 x 128, weights 128 x 128 |
+| `"mxfp8"` | e4m3 | e4m3 | of 1 x 32 |
+| `"nvfp4"` | e2m1 | e2m1, rounded at random, rotated | of 1 x 16 in 8 bits, and of the tensor |
+"""
+
+
+def as_recipe(recipe: Any) -> Recipe | None:
+    """A recipe from its name, or the recipe itself."""
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return RECIPES[recipe]
+    near = difflib.get_close_matches(str(recipe), RECIPES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"a recipe is a Recipe or one of {', '.join(map(repr, RECIPES))}; got {recipe!r}.{hint}"
+    )

@@ -1,0 +1,187 @@
+"""Factors of products in 8 and 4 bits: elements, and the scales that bring them back."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import bitcast_convert_type
+from jaxtyping import Array, Float, Float32, Key, Shaped
+
+from halfstep._recipe import Factor
+from halfstep.quant._stochastic import stochastic_round
+
+
+class Scaled(NamedTuple):
+    """What an array is written as: elements times scales.
+
+    `scale` has the elements' dimensions, those that share one of size 1; for blocks see
+    `write_blocks`.
+    """
+
+    elements: Shaped[Array, "..."]
+    scale: Float32[Array, "..."]
+
+
+def power_of_two(amax: Float[Array, "..."], limit: float) -> Float32[Array, "..."]:
+    """The largest power of two that takes a magnitude to at most a limit; NaN if it is not finite.
+
+    Of zero it is one.
+    """
+    amax = amax.astype(jnp.float32)
+    # The difference of two floats' bits, without those of the significand, is the exponent of
+    # their quotient, rounded down.
+    word = bitcast_convert_type(amax, jnp.int32)
+    most = np.float32(limit).view(np.int32)
+    exponent = jnp.clip((most - word) >> 23, -126, 126)
+    scale = bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    scale = jnp.where(amax == 0, jnp.float32(1), scale)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
+
+
+def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """One divided by a power of two, exactly: by its exponent."""
+    word = (254 << 23) - bitcast_convert_type(scale, jnp.int32)
+    return jnp.where(jnp.isnan(scale), scale, bitcast_convert_type(word, jnp.float32))
+
+
+def saturated(
+    value: Float[Array, "..."], factor: Factor, *, key: Key[Array, ""] | None = None
+) -> Shaped[Array, "..."]:
+    """Round to a factor's elements; what is beyond the largest becomes it, infinity NaN.
+
+    Elements of 4 bits have no NaN: there the scale has to carry it.
+
+    Args:
+        value: What is rounded.
+        factor: Says to which elements, and how.
+        key: Where randomness comes from, if the rounding is stochastic.
+    """
+    limit = jnp.asarray(factor.max, value.dtype)
+    inside = jnp.clip(value, -limit, limit)
+    if factor.element != "e2m1":
+        # Beyond all bounds is not the same as large.
+        inside = jnp.where(jnp.isinf(value), jnp.asarray(jnp.nan, value.dtype), inside)
+    if factor.rounding == "nearest":
+        return inside.astype(factor.dtype)
+    if key is None:
+        raise ValueError("stochastic rounding needs a key.")
+    return stochastic_round(inside.astype(jnp.float32), factor.dtype, key=key)
+
+
+def write(
+    value: Float[Array, "..."],
+    factor: Factor,
+    *,
+    summed: Sequence[int] = (),
+    scale: Float32[Array, ""] | None = None,
+    key: Key[Array, ""] | None = None,
+) -> Scaled:
+    """Write a factor with a scale of the whole tensor or of each row.
+
+    Args:
+        value: What is written.
+        factor: How.
+        summed: The dimensions that make up a row.
+        scale: What values are multiplied by, a power of two; by default the largest that keeps
+            them in range.
+        key: For stochastic rounding.
+    """
+    if scale is None:
+        axes = tuple(summed) if factor.per == "row" else tuple(range(value.ndim))
+        scale = power_of_two(jnp.max(jnp.abs(value), axis=axes, keepdims=True), factor.max)
+    elements = saturated(value * scale.astype(value.dtype), factor, key=key)
+    return Scaled(
+        elements, jnp.reshape(inverse(scale), (1,) * value.ndim if not scale.ndim else scale.shape)
+    )
+
+
+class Blocks(NamedTuple):
+    """A factor in blocks, as rows: `[batch, row, block, element]`.
+
+    `scale` is of `[batch, row or group of rows, block]`; `outer` is a scalar.
+    """
+
+    elements: Shaped[Array, "b r k e"]
+    scale: Shaped[Array, "b g k"]
+    outer: Float32[Array, ""]
+
+
+def write_blocks(
+    value: Float[Array, "b r n"], factor: Factor, *, key: Key[Array, ""] | None = None
+) -> Blocks:
+    """Write rows with a scale for each block, or for each tile of as many rows.
+
+    Args:
+        value: A batch of rows.
+        factor: How they are written.
+        key: For stochastic rounding.
+    """
+    size = factor.size
+    value = value.astype(jnp.float32)
+    batch, rows, length = value.shape
+    blocks = math.ceil(length / size)
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, blocks * size - length)))
+    value = value.reshape(batch, rows, blocks, size)
+    amax = jnp.max(jnp.abs(value), axis=-1)
+    if factor.per == "tile":
+        groups = math.ceil(rows / size)
+        filled = jnp.pad(amax, ((0, 0), (0, groups * size - rows), (0, 0)))
+        amax = jnp.max(filled.reshape(batch, groups, size, blocks), axis=2)
+    if factor.two_level:
+        scale, outer = _two_levels(amax, factor)
+        back = scale.astype(jnp.float32) * outer
+        up = jnp.where(back == 0, 0, 1 / back)
+    else:
+        up = power_of_two(amax, factor.max)
+        scale, outer = inverse(up), jnp.float32(1)
+    elements = saturated(value * _of_rows(up, rows, factor)[..., None], factor, key=key)
+    return Blocks(elements, scale, outer)
+
+
+def _two_levels(amax: Any, factor: Factor) -> tuple[Any, Any]:
+    """Scales of blocks as e4m3, relative to one of the tensor."""
+    limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    needed = amax / factor.max
+    up = power_of_two(jnp.max(needed), limit)
+    return (needed * up).astype(jnp.float8_e4m3fn), inverse(up)
+
+
+def read_blocks(
+    array: Blocks, factor: Factor, *, length: int, dtype: Any = jnp.bfloat16
+) -> Float[Array, "b r n"]:
+    """The rows that blocks stand for, without what fills the last one.
+
+    In bfloat16 this is exact: an element has at most 4 bits and a scale as many.
+    """
+    batch, rows, blocks, size = array.elements.shape
+    scale = _of_rows(array.scale.astype(jnp.float32) * array.outer, rows, factor)
+    value = array.elements.astype(jnp.float32) * scale[..., None]
+    return value.astype(dtype).reshape(batch, rows, blocks * size)[:, :, :length]
+
+
+def _of_rows(scale: Any, rows: int, factor: Factor) -> Any:
+    """The scales of each row, from those of tiles."""
+    return jnp.repeat(scale, factor.size, axis=1)[:, :rows] if factor.per == "tile" else scale
+
+
+def rotated(
+    value: Float[Array, "b r n"], size: int, *, key: Key[Array, ""], back: bool = False
+) -> Float[Array, "b r n"]:
+    """Multiply whole blocks of rows by a Hadamard matrix with random signs, or turn them back.
+
+    It is orthogonal: the product of two factors that are rotated with one key is what it was.
+    """
+    whole = value.shape[-1] // size * size
+    matrix = np.ones((1, 1), np.float32)
+    while matrix.shape[0] < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = jax.random.rademacher(key, (size, 1), jnp.float32)
+    turned = (signs * (matrix / math.sqrt(size))).astype(value.dtype)
+    turned = turned.T if back else turned
+    blocks = value[..., :whole].reshape(*value.shape[:-1], whole // size, size)
+    made = jnp.einsum("brke,ef->brkf", blocks, turned, preferred_element_type=jnp.float32)
+    made = made.astype(value.dtype).reshape(*value.shape[:-1], whole)
+    return jnp.concatenate([made, value[..., whole:]], axis=-1)
