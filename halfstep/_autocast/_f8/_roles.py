@@ -70,12 +70,11 @@ def _ranks(axes: Sequence[int]) -> list[int]:
 
 def as_laid_out(value: Any, axes: Sequence[int]) -> Any:
     """Move dimensions to where they belong: `axes[i]` is where the one at `i` goes."""
-    return _transposed(value, list(np.argsort(axes)))
+    return _transposed(value, sorted(range(len(axes)), key=lambda place: axes[place]))
 
 
 def _transposed(value: Any, order: Sequence[int]) -> Any:
-    order = [int(axis) for axis in order]
-    return value if order == list(range(value.ndim)) else jax.lax.transpose(value, order)
+    return value if list(order) == list(range(value.ndim)) else jax.lax.transpose(value, order)
 
 
 def beside(scale: Any, roles: Roles, before: int, after: int) -> Any:
