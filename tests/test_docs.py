@@ -1,8 +1,6 @@
-"""The documentation is true: its names, links, messages, printed output, and the README's diff."""
+"""The documentation is true: its names, links, messages, and the README's diff."""
 
-import contextlib
 import inspect
-import io
 import pathlib
 import re
 import warnings
@@ -17,7 +15,6 @@ import yaml
 
 import halfstep
 from halfstep._preflight import _lowering, _mesh, _requirements, _targets
-from tests.test_snippets import execute
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -138,38 +135,6 @@ def test_the_readme_runs_the_result_of_its_diff():
 
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 145
-
-
-# Output that a page shows.
-
-
-def shown_outputs(text: str) -> list[tuple[str, str]]:
-    """Each Python block with the text block right behind it, which is empty if there is none."""
-    pair = r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?"
-    return re.findall(pair, text, re.MULTILINE | re.DOTALL)
-
-
-WITH_OUTPUT = [page for page in PAGES if any(out for _, out in shown_outputs(page.read_text()))]
-
-
-def test_some_pages_show_output():
-    assert {page.stem for page in WITH_OUTPUT} >= {"choosing-a-policy", "loss-scaling"}
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("page", WITH_OUTPUT, ids=lambda p: p.stem)
-def test_output_is_what_the_page_shows(
-    page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {"__name__": "snippet"}
-    for code, expected in shown_outputs(page.read_text()):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            execute(code, page.name, namespace)
-        if expected:
-            assert printed.getvalue() == expected
-    jax.clear_caches()
 
 
 # Messages that the questions are listed by: each heading, and how to come by it.

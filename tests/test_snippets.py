@@ -1,10 +1,13 @@
-"""Every snippet in the README, the docs and the docstrings runs."""
+"""Every snippet in the README, the docs and the docstrings runs, and prints what a page shows."""
 
+import contextlib
 import importlib.metadata
 import inspect
+import io
 import pathlib
 import re
 import textwrap
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -14,12 +17,25 @@ from tests.preflight._compilers import need
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^([ \t]*)```python([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^([ \t]*)```python([^\n]*)\n(.*?)^\1```[ ]*\n?(?:\n\1```text\n(.*?)^\1```[ ]*$)?",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The Python blocks of a Markdown text as (options, code)."""
-    return [(m[2].strip(), textwrap.dedent(m[3])) for m in BLOCK.finditer(text)]
+class Block(NamedTuple):
+    options: str
+    code: str
+    shown: str
+    """The text block right behind it; empty if there is none."""
+
+
+def blocks(text: str) -> list[Block]:
+    """The Python blocks of a Markdown text."""
+    return [
+        Block(m[2].strip(), textwrap.dedent(m[3]), textwrap.dedent(m[4] or ""))
+        for m in BLOCK.finditer(text)
+    ]
 
 
 def execute(code: str, path: str, namespace: dict) -> None:
@@ -36,17 +52,21 @@ def execute(code: str, path: str, namespace: dict) -> None:
         raise
 
 
-def run(sources: list[tuple[str, str]], name: str, tmp_path: pathlib.Path) -> int:
+def run(sources: list[Block], name: str, tmp_path: pathlib.Path) -> int:
     """Run blocks one after the other in one namespace, as a reader would."""
     # A real file, because inspect and tracebacks look for one.
     namespace: dict = {"__name__": "snippet"}
     count = 0
-    for number, (options, code) in enumerate(sources):
+    for number, (options, code, shown) in enumerate(sources):
         if "norun" in options:
             raise AssertionError(f"{name}: every snippet runs; there is no way to leave one out")
         path = tmp_path / f"{re.sub(r'[^a-zA-Z0-9]', '_', name)}_{number}.py"
         path.write_text(code)
-        execute(code, str(path), namespace)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            execute(code, str(path), namespace)
+        if shown:
+            assert printed.getvalue() == shown
         count += 1
     return count
 
@@ -57,6 +77,11 @@ def test_pages(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     run(blocks(page.read_text()), page.stem, tmp_path)
     jax.clear_caches()
+
+
+def test_some_pages_show_output():
+    shown = {page.stem for page in PAGES if any(block.shown for block in blocks(page.read_text()))}
+    assert shown >= {"choosing-a-policy", "loss-scaling"}
 
 
 def documented() -> dict[str, str]:
@@ -114,6 +139,8 @@ def test_the_main_names_have_examples():
 def test_a_broken_snippet_fails(tmp_path: pathlib.Path):
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         run(blocks("```python\n1 / 0\n```\n"), "broken", tmp_path)
+    with pytest.raises(AssertionError, match="2"):
+        run(blocks("```python\nprint(1)\n```\n\n```text\n2\n```\n"), "broken", tmp_path)
 
 
 ASKS = """\
