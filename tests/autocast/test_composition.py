@@ -200,11 +200,24 @@ def has_gradient(outer: str, inner: str) -> bool:
 JAX_0_8 = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 9)
 
 
+# What training code nests.
+COMMON = ("vmap", "grad", "scan", "remat", "custom_vjp")
+
+
+def on_every_change(outer: str, inner: str) -> bool:
+    """Each alone, those of training code in each other, and each outside and inside of two more."""
+    if inner == "plain" or {outer, inner} <= set(COMMON):
+        return True
+    names = list(TRANSFORMS)[1:]
+    return (names.index(inner) - names.index(outer)) % len(names) in (1, 5)
+
+
 def marks(outer: str, inner: str) -> Any:
+    made = [] if on_every_change(outer, inner) else [pytest.mark.slow]
     if JAX_0_8 and (outer, inner) == ("custom_jvp", "scan"):
         reason = "JAX 0.8 cannot transpose a scan in a rule that does not say what is linear"
-        return pytest.mark.xfail(strict=True, reason=reason)
-    return ()
+        made.append(pytest.mark.xfail(strict=True, reason=reason))
+    return made
 
 
 PAIRS = [
@@ -318,7 +331,7 @@ def dtypes(tree: Any) -> Any:
     return jtu.tree_map(lambda x: (x.shape, x.dtype), tree)
 
 
-# Every pair in one format; the other one, which takes as long again, with the slow tests.
+# In the other format, which takes as long again, with the slow tests only.
 @pytest.mark.parametrize("policy", ["bf16", pytest.param("f16", marks=pytest.mark.slow)])
 @every_pair
 def test_two_deep(outer: str, inner: str, policy: str, mesh: jax.sharding.Mesh):

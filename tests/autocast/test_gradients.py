@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 import halfstep
 from halfstep import autocast
 from tests._jaxprs import contractions, equations
+from tests._rows import slow_unless
 from tests.autocast._shared import W, X, compute, every_format
 from tests.preflight._compilers import need, own_cache as own_cache
 
@@ -135,11 +136,16 @@ CASES = [
     ({"policy": "f16"}, "float32"),
     ({"policy": "f16", "reduce_dtype": "f16"}, "float16"),
 ]
+EVERYWHERE = [(fsdp, *case) for case in CASES for fsdp in (False, True)]
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("fsdp", [False, True], ids=["data parallel", "fsdp"])
-@pytest.mark.parametrize(("options", "dtype"), CASES, ids=lambda c: str(c))
+@pytest.mark.parametrize(
+    ("fsdp", "options", "dtype"),
+    # A compile takes seconds: on every change each format in one of the two.
+    slow_unless(EVERYWHERE, lambda fsdp, options, _: fsdp == ("reduce_dtype" not in options)),
+    ids=str,
+)
 def test_over_four_devices(fsdp: bool, options: dict[str, Any], dtype: str):
     need("cuda")
     step, args = sharded(AbstractMesh((4,), ("data",)), fsdp=fsdp, **options)

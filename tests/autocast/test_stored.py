@@ -40,8 +40,15 @@ def start() -> Any:
     }
 
 
-@pytest.mark.parametrize("policy", ["bf16", "f16"])
-@pytest.mark.parametrize("islands", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "islands"),
+    [
+        ("bf16", True),
+        ("f16", False),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
+        pytest.param("f16", True, marks=pytest.mark.slow),
+    ],
+)
 def test_as_if_they_were_float32(policy: str, islands: bool):
     dtype = halfstep.FORMATS[policy].dtype
     exact = start()

@@ -28,10 +28,15 @@ def test_models_have_the_sizes_that_they_are_called_by():
     assert release.llama().count == 6_738_415_616
 
 
+ONE = (release.Runs(release.SMALL, "h100", 1, 16, (release.RELEASED,)),)
+
+
 @pytest.mark.usefixtures("standard_promotion", "own_cache")
-def test_the_command(tmp_path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize("plan", [ONE, pytest.param(release.QUICK, marks=pytest.mark.slow)])
+def test_the_command(plan, tmp_path, capsys: pytest.CaptureFixture, monkeypatch):
     need("cuda")
     need("tpu")
+    monkeypatch.setattr(release, "QUICK", plan)
     path = tmp_path / "release.json"
     made = release.main(["--quick", "--json", str(path)])
     assert json.loads(path.read_text())["rows"] == made["rows"]

@@ -38,11 +38,12 @@ def test_init_step_and_checkpoint(name: str):
     grads = jax.tree.map(jnp.ones_like, params)
     tx = make(learning_rate=1e-2, weight_decay=1e-2)
     state = tx.init(params)
-    params, state = jax.jit(tx.step)(params, state, grads)
+    step = jax.jit(tx.step)
+    params, state = step(params, state, grads)
     restored = from_dict(to_dict(state))
     assert type(restored) is type(state)
-    first, _ = tx.step(params, state, grads)
-    second, _ = tx.step(params, restored, grads)
+    first, _ = step(params, state, grads)
+    second, _ = step(params, restored, grads)
     for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert (np.asarray(first["big"] < start()["big"])).mean() > 0.9

@@ -197,7 +197,9 @@ def train(mpx: Any, optimizer: Any, scaling: Any, mixed: bool, mesh: Any, steps:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("half", ["float16", "bfloat16", None], ids=str)
+@pytest.mark.parametrize(
+    "half", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), None], ids=str
+)
 def test_documented_training_step(half: str | None, mesh: jax.sharding.Mesh):
     if half is not None:
         compat.set_half_precision_datatype(half)

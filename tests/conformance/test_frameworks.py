@@ -13,6 +13,7 @@ import pytest
 
 import halfstep
 from tests._jaxprs import equations
+from tests._rows import slow_unless
 from tests.conformance._frameworks import (
     BATCH,
     BY_NAME,
@@ -280,7 +281,8 @@ def each_device(x: jax.Array) -> list[Any]:
     return [np.asarray(shard.data) for shard in x.addressable_shards]
 
 
-@every_policy
+# The program for devices is compiled anew: on every change in the format that can overflow.
+@pytest.mark.parametrize("policy", slow_unless(POLICIES, lambda policy: policy == "f16"))
 @every_row
 def test_four_devices(name: str, policy: str, mesh: jax.sharding.Mesh):
     step = compiled(name, policy).step

@@ -110,7 +110,11 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize(
-    "options", ["--policy bf16", f"--policy f16 --microbatches 2 --loss-scale {2**20}"]
+    "options",
+    [
+        pytest.param("--policy bf16", marks=pytest.mark.slow),
+        f"--policy f16 --microbatches 2 --loss-scale {2**20}",
+    ],
 )
 def test_resumed_is_uninterrupted(
     data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: str

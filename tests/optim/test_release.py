@@ -1,5 +1,6 @@
 """Gradient release: the same step, bit for bit, in less memory."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep import optim
+from tests._rows import slow_unless
 from tests.optim import _stack
 
 OPTIMIZERS = {
@@ -24,6 +26,11 @@ OPTIMIZERS = {
 }
 
 
+# LLVM's optimizations are a third of the compile time. Where bits of two programs are compared they
+# stay: without them one may contract a product and a sum that the other does not.
+fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def release(tx: Any, *, layer: Any = _stack.layer, **options: Any) -> optim.Release:
     return optim.release(layer, tx, first=_stack.first, last=_stack.last, **options)
 
@@ -31,8 +38,8 @@ def release(tx: Any, *, layer: Any = _stack.layer, **options: Any) -> optim.Rele
 def made(step: optim.Release, key: jax.Array, *, prepare: bool = True) -> tuple[Any, Any]:
     params = _stack.init(key)
     if prepare and hasattr(step.tx, "prepare"):
-        return jax.jit(step.prepare)(params)
-    return params, jax.jit(step.init)(params)
+        return fast(step.prepare)(params)
+    return params, fast(step.init)(params)
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -64,7 +71,8 @@ def assert_follows(
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# SGD is the optimizer of most tests below.
+@pytest.mark.parametrize("name", slow_unless(OPTIMIZERS, lambda name: name.startswith("adamw, ")))
 def test_it_is_the_plain_step(name: str, getkey: Any):
     if name.startswith("adamw") and jax.__version_info__ < (0, 9):
         pytest.skip("XLA:CPU of JAX 0.8 rounds AdamW's arithmetic otherwise in another loop")
@@ -93,6 +101,7 @@ def test_an_optimizer_of_optax(getkey: Any):
     assert_follows(step, _stack.plain(tx), (params, state), batches=batches, same=close)
 
 
+@pytest.mark.slow
 def test_clipping_that_is_not_reached_changes_nothing(getkey: Any):
     tx = optim.flash_sgd(0.1, 0.9)
     step = release(tx, clip=1e3)
@@ -101,8 +110,15 @@ def test_clipping_that_is_not_reached_changes_nothing(getkey: Any):
     assert_follows(step, _stack.plain(tx), (params, state), batches=batches)
 
 
-@pytest.mark.parametrize("scale", [None, 2.0**10])
-@pytest.mark.parametrize(("option", "limit"), [("clip", 4.0), ("per_layer_clip", 3.0)])
+@pytest.mark.parametrize(
+    ("option", "limit", "scale"),
+    [
+        ("clip", 4.0, 2.0**10),
+        ("per_layer_clip", 3.0, None),
+        pytest.param("clip", 4.0, None, marks=pytest.mark.slow),
+        pytest.param("per_layer_clip", 3.0, 2.0**10, marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_is_that_of_the_plain_step(option: str, limit: float, scale: Any, getkey: Any):
     options: dict[str, Any] = {option: limit}
     # All gradients are small whole numbers: sums of squares are exact in any order.
@@ -122,13 +138,14 @@ def test_clipping_is_that_of_the_plain_step(option: str, limit: float, scale: An
     more = () if scale is None else (halfstep.StaticLossScaling(scale),)
     step = jax.jit(optim.release(tx=tx, **functions, **options))
     plain = jax.jit(_stack.plain(tx, **functions, **options))
+    unclipped = fast(_stack.plain(tx, **functions))
     state = optim.release(tx=tx, **functions).init(params)
     for _ in range(3):
         got, expected = step(params, state, batch, *more), plain(params, state, batch, *more)
         assert_same(got[:3], expected[:3])
         # Parameters of whole numbers again, with a state that has a past.
         before, state = state, got[2]
-        free = jax.jit(_stack.plain(tx, **functions))(params, before, batch)[2]
+        free = unclipped(params, before, batch)[2]
         shorter, longer = (s.layers.first.scale.astype(jnp.float32) for s in (state, free))
         assert jnp.sum(shorter) < jnp.sum(longer)
 
@@ -163,14 +180,14 @@ def test_a_step_that_overflows_is_skipped(getkey: Any):
     params, state = made(step, getkey())
     ids = _stack.batch(getkey())
     scaling = halfstep.DynamicLossScaling(2.0**16)
-    loss, new, new_state, scaling, finite = jax.jit(step)(params, state, ids, scaling)
+    loss, new, new_state, scaling, finite = fast(step)(params, state, ids, scaling)
     assert jnp.isfinite(loss)
     assert not finite
     assert "scaled gradients" in finite.reason(params)
     assert finite.where(params) == "layers/bias"
     assert scaling.loss_scaling == 2.0**15
     assert_same((new, new_state), (params, state))
-    *_, new_state, scaling, finite = jax.jit(step)(params, state, ids, scaling)
+    *_, new_state, scaling, finite = fast(step)(params, state, ids, scaling)
     assert finite
     assert scaling.loss_scaling == 2.0**15
     assert (new_state.layers.count == 1).all()
@@ -182,14 +199,14 @@ def test_a_norm_that_is_not_finite_skips_the_step(make: Any, getkey: Any):
     step = release(make(), clip=1.0)
     params, state = made(step, getkey())
     params["layers"]["bias"] = params["layers"]["bias"].at[1, 3].set(jnp.nan)
-    loss, new, new_state = jax.jit(step)(params, state, _stack.batch(getkey()))
+    loss, new, new_state = fast(step)(params, state, _stack.batch(getkey()))
     assert jnp.isnan(loss)
     assert_same((new, new_state), (params, state))
 
 
 def test_small_leaves_are_those_of_one_layer(getkey: Any):
     step = release(optim.flash_adamw(1e-2))
-    params, state = step.prepare(_stack.init(getkey(), layers=64))
+    params, state = fast(step.prepare)(_stack.init(getkey(), layers=64))
     assert params["layers"]["bias"].size > 4096
     assert params["layers"]["bias"].dtype == jnp.float32
     assert state.layers.first["bias"].dtype == jnp.float32
@@ -203,7 +220,7 @@ def test_small_leaves_are_those_of_one_layer(getkey: Any):
 def test_what_is_not_trained_stays(getkey: Any):
     step = release(optim.flash_lion(1e-3))
     params, state = made(step, getkey())
-    _, new, _ = jax.jit(step)(params, state, _stack.batch(getkey()))
+    _, new, _ = fast(step)(params, state, _stack.batch(getkey()))
     assert new["outer"]["steps"] == 3
     assert (new["layers"]["number"] == params["layers"]["number"]).all()
 
@@ -232,7 +249,7 @@ def test_over_four_devices(getkey: Any, mesh: jax.sharding.Mesh):
     step = release(tx)
     params, state = made(step, getkey())
     ids = _stack.batch(getkey())
-    expected = jax.jit(step)(params, state, ids)
+    expected = fast(step)(params, state, ids)
 
     def put(tree: Any, spec: P) -> Any:
         def of(leaf: Any) -> Any:
@@ -251,7 +268,7 @@ def test_over_four_devices(getkey: Any, mesh: jax.sharding.Mesh):
         *(optim.state_shardings(getattr(shapes, name), params[name]) for name in shapes._fields)
     )
     state = jax.device_put(state, shardings)
-    got = jax.jit(step, out_shardings=(None, None, shardings))(params, state, ids)
+    got = fast(step, out_shardings=(None, None, shardings))(params, state, ids)
     assert got[1]["layers"]["up"].sharding.spec == P(None, None, "data")
     assert got[2].layers.first["up"].scale.sharding.spec == P(None, None, "data")
     # Sums over devices are in another order: a last bit of bfloat16, of gradients below 1.
@@ -264,7 +281,7 @@ def test_over_four_devices(getkey: Any, mesh: jax.sharding.Mesh):
 def test_donated_arguments_are_reused(getkey: Any):
     step = release(optim.flash_adamw(1e-2))
     params, state = made(step, getkey())
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, _stack.batch(getkey()))
+    compiled = fast(step, donate_argnums=(0, 1)).lower(params, state, _stack.batch(getkey()))
     memory: Any = compiled.compile().memory_analysis()
     given = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
     assert memory.alias_size_in_bytes == given
@@ -292,7 +309,7 @@ def broken(**changes: Any) -> Any:
     tx = parts.pop("tx", optim.flash_adamw(1e-2))
     step = optim.release(parts.pop("layer"), tx, **parts)
     params = _stack.init(jax.random.key(0))
-    return step, params, step.init(params), _stack.batch(jax.random.key(1))
+    return step, params, fast(step.init)(params), _stack.batch(jax.random.key(1))
 
 
 def test_errors_of_parameters():
@@ -316,11 +333,11 @@ def test_errors_of_states():
     step, params, state, ids = broken()
     tx = step.tx
     with pytest.raises(optim.StateError, match=r"must be a ReleaseState.*got FlashState"):
-        step(params, tx.init(params["layers"]), ids)
-    own = optim.ReleaseState(state.outer, tx.init(params["layers"]))
+        step(params, fast(tx.init)(params["layers"]), ids)
+    own = optim.ReleaseState(state.outer, fast(tx.init)(params["layers"]))
     with pytest.raises(optim.StateError, match=r"3 layers on its first axis.*count: int32\[\]"):
         step(params, own, ids)
-    other = release(optim.flash_lion(1e-3)).init(params)
+    other = fast(release(optim.flash_lion(1e-3)).init)(params)
     with pytest.raises(optim.StateError, match="made by another optimizer"):
         step(params, other, ids)
     with pytest.raises(TypeError, match=r"only compressed optimizers.*call `init`"):

@@ -7,7 +7,7 @@ from tests.preflight._compilers import need, own_cache as own_cache
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "own_cache")
 
-TARGETS = pytest.mark.parametrize(("target", "platform"), [("h100", "cuda"), ("v5e", "tpu")])
+GPU, TPU = ("h100", "cuda"), ("v5e", "tpu")
 
 
 def peak(model: release.Model, target: str, step: str) -> float:
@@ -15,7 +15,7 @@ def peak(model: release.Model, target: str, step: str) -> float:
     return release.compile_row(release.Runs(model, target, 1, 16, ()), step)["bytes_per_parameter"]
 
 
-@TARGETS
+@pytest.mark.parametrize(("target", "platform"), [GPU, pytest.param(*TPU, marks=pytest.mark.slow)])
 def test_it_takes_less(target: str, platform: str):
     need(platform)
     # A TPU keeps the gradients of a smaller model in its memory on the chip, which does not count.
@@ -25,7 +25,7 @@ def test_it_takes_less(target: str, platform: str):
 
 
 @pytest.mark.slow
-@TARGETS
+@pytest.mark.parametrize(("target", "platform"), [GPU, TPU])
 def test_a_hundred_million(target: str, platform: str):
     need(platform)
     model = release.mlp()

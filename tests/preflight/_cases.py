@@ -43,6 +43,27 @@ def vit(batch: int, **sizes: int) -> Case:
     return step, (params, jax.eval_shape(optimizer.init, params), *images(batch)), (0, 1)
 
 
+def classifier(batch: int) -> Case:
+    """Two dense layers in float32 under AdamW: seconds to compile."""
+    params = {
+        "up": jax.ShapeDtypeStruct((32 * 32 * 3, 256), jnp.float32),
+        "down": jax.ShapeDtypeStruct((256, 100), jnp.float32),
+    }
+    optimizer = optax.adamw(1e-3)
+
+    def step(params: Any, opt_state: Any, images: Any, labels: Any) -> Any:
+        def objective(params: Any) -> Any:
+            hidden = jax.nn.gelu(images.reshape(batch, -1) @ params["up"])
+            scores = hidden @ params["down"]
+            return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
+
+        value, grads = jax.value_and_grad(objective)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step, (params, jax.eval_shape(optimizer.init, params), *images(batch)), (0, 1)
+
+
 def vit_mpx(batch: int, **sizes: int) -> Case:
     """The same through mpx in float16."""
     import mpx

@@ -63,6 +63,7 @@ def main(case: str, platform: str) -> None:
             "vit": lambda: _cases.vit(256),
             "vit_mpx": lambda: _cases.vit_mpx(256),
             "small": lambda: _cases.vit(16, blocks=1),
+            "tiny": lambda: _cases.classifier(16),
         }[case]
         step, args, donated = make()
         whole = NamedSharding(Mesh(np.array(topology.devices[:1]), ("one",)), PartitionSpec())
