@@ -20,12 +20,15 @@ def rows() -> dict[str, dict]:
     return {row["step"]: row for row in measured}
 
 
+# On every change `tests/test_scale.py` counts the operations of a step before XLA does.
+@pytest.mark.slow
 def test_instructions_and_temporaries(rows):
     """Beside the step without any gate: at most a fifth more instructions, and 2 % more memory."""
     assert rows["halfstep"]["instruction_ratio"] <= 1.2
     assert rows["halfstep"]["temporary_ratio"] <= 1.02
 
 
+@pytest.mark.slow
 def test_the_bar_can_fail(rows):
     """The usual way, a select for each leaf, is far above it."""
     assert rows["by hand, select"]["instruction_ratio"] > 2
