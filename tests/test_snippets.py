@@ -13,6 +13,7 @@ import jax
 import pytest
 
 import halfstep
+from halfstep import optim, quant
 from tests.preflight._compilers import need
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -87,12 +88,13 @@ def test_some_pages_show_output():
 def documented() -> dict[str, str]:
     """Docstrings by dotted name: every public object and every public method."""
     found = {}
-    for name in dir(halfstep):
-        thing = getattr(halfstep, name)
-        if name.startswith("_") or inspect.ismodule(thing):
-            continue
-        if inspect.isfunction(thing) or inspect.isclass(thing):
-            found[name] = inspect.getdoc(thing) or ""
+    for module, prefix in ((halfstep, ""), (optim, "optim."), (quant, "quant.")):
+        for name in dir(module):
+            thing = getattr(module, name)
+            if name.startswith("_") or inspect.ismodule(thing):
+                continue
+            if inspect.isfunction(thing) or inspect.isclass(thing):
+                found[f"{prefix}{name}"] = inspect.getdoc(thing) or ""
     source = (ROOT / "halfstep" / "_formats.py").read_text()
     found["FORMATS"] = source[source.index("FORMATS: ") :]
     found["preflight"] = inspect.getdoc(halfstep.preflight.__call__) or ""
@@ -132,6 +134,22 @@ def test_the_main_names_have_examples():
         "cast_to_full_precision",
         "cast_to_half_precision",
         "half_dtype",
+        "optim.CompressedState",
+        "optim.FlashState",
+        "optim.MasterState",
+        "optim.Release",
+        "optim.ReleaseState",
+        "optim.StateError",
+        "optim.Transformation",
+        "optim.coded",
+        "optim.flash_adam",
+        "optim.flash_lion",
+        "optim.flash_sgd",
+        "quant.Code",
+        "quant.Groups",
+        "quant.Quantized",
+        "quant.dequantize",
+        "quant.groups_for",
     }
     assert set(documented()) - set(WITH_EXAMPLES) == trivial
 
