@@ -29,8 +29,13 @@ def gradients(task: Task, scaling: halfstep.AbstractLossScaling, policy: str) ->
     return halfstep.filter_value_and_grad(task.loss, scaling, policy=policy)
 
 
-def scaling_of(policy: str) -> halfstep.AbstractLossScaling:
-    """Dynamic loss scaling for float16, none for the others."""
+def scaling_of(policy: str, task: Task, model: Any, seed: int) -> halfstep.AbstractLossScaling:
+    """Dynamic loss scaling for float16, a recipe's state if it has one, none for the others."""
+    recipe = halfstep.Policy.parse(policy).recipe
+    if recipe is not None and recipe.needs_state:
+        key = {"key": jax.random.key(seed)} if recipe.is_random else {}
+        first = task.batch(task.train, jnp.arange(task.schedule.batch))
+        return recipe.init(task.loss, model, *first, **key)
     if policy != "f16":
         return halfstep.NoLossScaling()
     # The usual period is 2000 steps; a run this short would never see the scale grow.
@@ -96,7 +101,9 @@ class Trainer:
         """Train from a seed, which decides the initial parameters and the order of the data."""
         task, schedule = self.task, self.task.schedule
         model = self.prepared(eqx.filter(task.init(jax.random.key(seed)), eqx.is_array))
-        state = State(model, self.optimizer.init(model), scaling_of(self.policy), halfstep.Ledger())
+        whole = eqx.combine(model, self.static)
+        scaling = scaling_of(self.policy, task, whole, seed)
+        state = State(model, self.optimizer.init(model), scaling, halfstep.Ledger())
         shape = (schedule.steps // schedule.chunk, schedule.chunk, schedule.batch)
         order = np.random.default_rng(seed).integers(task.places, size=shape)
         losses = []

@@ -136,8 +136,12 @@ def summarize(
     runs: Sequence[Mapping[str, Any]],
     tasks: Mapping[str, Any],
     policies: Sequence[str] = POLICIES,
+    bar_of: Callable[[str, str], float | None] = lambda policy, loss: BAR_PERCENT,
 ) -> dict[str, Any]:
-    """Means over the seeds, their differences to the first, and whether the bars are met."""
+    """Means over the seeds, their differences to the first, and whether the bars are met.
+
+    `bar_of` says for a policy and a loss how many percent it may be away; `None` for any.
+    """
     first = policies[0]
     results, bars = [], {}
     for task, about in tasks.items():
@@ -154,11 +158,10 @@ def summarize(
                 row[f"{name}_percent_of_seeds"] = [
                     rounded(100 * (loss(run) / loss(reference[run["seed"]]) - 1)) for run in group
                 ]
-                if policy != first:
+                bar = None if policy == first else bar_of(policy, name)
+                if bar is not None:
                     what = f"{task}, {policy}, {name.replace('_', '-')} loss"
-                    bars[f"{what}: within {BAR_PERCENT} % of {first}"] = (
-                        abs(row[f"{name}_percent"]) <= BAR_PERCENT
-                    )
+                    bars[f"{what}: within {bar} % of {first}"] = abs(row[f"{name}_percent"]) <= bar
             if all("held_out_accuracy" in run for run in group):
                 accuracies = [100 * run["held_out_accuracy"] for run in group]
                 row["accuracy_percent"] = round(statistics.fmean(accuracies), 2)
@@ -175,6 +178,7 @@ def measure(
     module: str = MODULE,
     policies: Sequence[str] = POLICIES,
     trainer_of: Callable[[Task, str], Trainer] | None = None,
+    bar_of: Callable[[str, str], float | None] = lambda policy, loss: BAR_PERCENT,
 ) -> dict[str, Any]:
     """Train every run and report on all."""
     tasks = plan.tasks()
@@ -187,7 +191,7 @@ def measure(
         "bar_percent": BAR_PERCENT,
         "every": EVERY,
         "tail": TAIL,
-        **summarize(runs, about, policies),
+        **summarize(runs, about, policies, bar_of),
         "runs": runs,
     }
     return report(module, results, packages=("numpy",))
