@@ -254,7 +254,8 @@ class Site:
             given = read(arrived, factor, roles, self.out_shape, self.compute)
             later = self._later(1 - place)
             against = read(other, later, turned, self.shapes[1 - place], self.compute)
-        missing = ad.UndefinedPrimal(jax.typeof(jnp.zeros(self.shapes[place], against.dtype)))
+        # Of the dtype in which it is to come out: JAX casts to it.
+        missing = ad.UndefinedPrimal(jax.core.ShapedArray(self.shapes[place], dtype))
         factors = [missing, against] if place == 0 else [against, missing]
         options = {**dict(self.options), "preferred_element_type": dtype}
         made = ad.primitive_transposes[self.contraction](given, *factors, *rest, **options)[place]
