@@ -14,7 +14,9 @@ from halfstep._cast import (
 )
 from halfstep._explain import (
     ExplainEntry as ExplainEntry,
+    ExplainF8 as ExplainF8,
     ExplainFinding as ExplainFinding,
+    ExplainOthers as ExplainOthers,
     ExplainReport as ExplainReport,
     ExplainTotals as ExplainTotals,
     LintError as LintError,

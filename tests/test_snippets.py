@@ -118,6 +118,8 @@ def test_the_main_names_have_examples():
         "ExplainEntry",
         "ExplainFinding",
         "ExplainReport",
+        "ExplainF8",
+        "ExplainOthers",
         "ExplainTotals",
         "Format",
         "LargestBatch",

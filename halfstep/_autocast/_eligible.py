@@ -13,6 +13,9 @@ from halfstep._autocast._graph import Graph, Node
 from halfstep._autocast._kinds import Kind
 from halfstep._recipe import Recipe
 
+TWO_ACTIVATIONS = "a product of two activations (the recipe's `activations` allows it)"
+TWO_PARAMETERS = "a product of two parameters"
+
 
 def site_of(
     node: Node, graph: Graph, kinds: Sequence[Kind], settings: Any, by: str, out: np.dtype
@@ -34,9 +37,9 @@ def site_of(
         return "its random key does not reach into a shard_map, a while loop or a custom derivative"
     weights = [place for place in (0, 1) if kinds[place].is_weight]
     if not weights and not recipe.activations:
-        return "a product of two activations (the recipe's `activations` allows it)"
+        return TWO_ACTIVATIONS
     if len(weights) == 2:
-        return "a product of two parameters"
+        return TWO_PARAMETERS
     weight = weights[0] if weights else 1
     avals = [graph.aval(operand) for operand in node.ins[:2]]
     adapted = _adapted(node, recipe, avals)

@@ -3,6 +3,7 @@
 from halfstep._explain._api import explain as explain
 from halfstep._explain._entry import ExplainEntry as ExplainEntry
 from halfstep._explain._errors import LintError as LintError
+from halfstep._explain._f8 import ExplainF8 as ExplainF8, ExplainOthers as ExplainOthers
 from halfstep._explain._finding import ExplainFinding as ExplainFinding
 from halfstep._explain._report import ExplainReport as ExplainReport
 from halfstep._explain._totals import ExplainTotals as ExplainTotals

@@ -16,6 +16,8 @@ from halfstep._explain._call import Call
 from halfstep._explain._casts import casts, is_float
 from halfstep._explain._contractions import ranges, unknown, unlowered
 from halfstep._explain._entry import name_of
+from halfstep._explain._f8 import summarized
+from halfstep._explain._few_bits import lowered_with_state
 from halfstep._explain._finding import merged
 from halfstep._explain._magnitudes import magnitudes
 from halfstep._explain._places import Place
@@ -23,7 +25,7 @@ from halfstep._explain._promotion import promotions
 from halfstep._explain._report import ExplainReport
 from halfstep._explain._residuals import Residual, by_dtype, residuals
 from halfstep._explain._sources import Finder
-from halfstep._explain._totals import ExplainTotals, contraction_flops, other_flops
+from halfstep._explain._totals import ExplainTotals, contraction_flops, is_low, other_flops
 from halfstep._explain._walk import Step, walk
 from halfstep._explain._written import low_reductions, model_copies, stored_float32
 from halfstep._policy import Policy, as_policy
@@ -47,7 +49,7 @@ def explain(
 
     Args:
         func: Any function that can be traced: a loss, best of all.
-        policy: As for `autocast`.
+        policy: As for `autocast`. State of its recipe is not needed.
         params: As for `autocast`. What is stored for the backward pass is that of the gradient by
             these arguments.
         islands: As for `autocast`.
@@ -94,7 +96,10 @@ def explain(
         notes = list(_notes(steps))
         if values:
             steps = _looked_into(root, steps, call, notes)
-        lowered = autocast(func, policy, params=params, islands=islands)
+        if policy.recipe is not None and policy.recipe.needs_state:
+            lowered = lowered_with_state(func, policy, traced.plan, numbers)
+        else:
+            lowered = autocast(func, policy, params=params, islands=islands)
         own = [n for n in numbers if n < len(args)]
         stored = _stored(Call(lowered, args, kwargs), own, finder, notes)
         written = _stored(call, own, finder, []) if stored is not None else None
@@ -124,6 +129,7 @@ def explain(
             _totals(entries, settings, added, stored, written),
             merged(findings),
             tuple(notes),
+            policy.recipe,
         )
 
     return explained
@@ -144,7 +150,12 @@ def _totals(
 ) -> ExplainTotals:
     counted = contraction_flops(entries)
     total = sum(counted.values())
-    low = counted.get(name_of(settings.compute), 0)
+    compute = name_of(settings.compute)
+    low = sum(
+        entry.flops * entry.count
+        for entry in entries
+        if entry.is_contraction and is_low(entry, compute)
+    )
 
     def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
         if found is None:
@@ -161,6 +172,7 @@ def _totals(
         kept(stored, False),
         kept(stored, True),
         kept(written, False),
+        None if settings.recipe is None else summarized(entries, settings.recipe),
     )
 
 

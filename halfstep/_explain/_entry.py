@@ -2,10 +2,19 @@
 
 import dataclasses
 import math
+from types import MappingProxyType
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from halfstep._explain._sources import Source
 from halfstep._formats import dtype_name
+
+# As recipes write them.
+_FEW_BITS = MappingProxyType(
+    {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +35,21 @@ def typed(aval: Any, dtype: Any = None) -> Typed:
     shape = tuple(getattr(aval, "shape", ()))
     if dtype is None:
         return Typed(str(aval), shape, 0)
-    return Typed(name_of(dtype), shape, math.prod(shape) * dtype.itemsize)
+    return Typed(name_of(dtype), shape, -(-math.prod(shape) * _bits(dtype) // 8))
+
+
+def _bits(dtype: Any) -> int:
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return 8 * dtype.itemsize if is_key else jax.dtypes.itemsize_bits(dtype)
 
 
 def name_of(dtype: Any) -> str:
     """The short name of a dtype; also of one that NumPy does not know, such as a key's."""
     try:
-        return dtype_name(dtype)
+        name = dtype_name(dtype)
     except TypeError:
         return str(dtype)
+    return _FEW_BITS.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +72,11 @@ class ExplainEntry:
         flops: What one run computes.
         is_contraction: Whether it is a dot or a convolution.
         largest: The largest magnitude in a contraction's result; only with `values=True`.
+        parameter: The parameter that a contraction multiplies, `params/up`; empty if there is
+            none, or none that is known.
+        in_f8: Whether a contraction multiplies numbers of 8 or 4 bits.
+        refusal: Why the policy's recipe leaves a contraction out, or does not multiply it in few
+            bits; empty if there is none.
     """
 
     name: str
@@ -73,6 +93,9 @@ class ExplainEntry:
     flops: int
     is_contraction: bool
     largest: float | None = None
+    parameter: str = ""
+    in_f8: bool = False
+    refusal: str = ""
 
     @property
     def bytes_in(self) -> int:
@@ -116,4 +139,7 @@ class ExplainEntry:
             "bytes_out": self.bytes_out,
             "is_contraction": self.is_contraction,
             "largest": self.largest,
+            "parameter": self.parameter,
+            "in_f8": self.in_f8,
+            "refusal": self.refusal,
         }

@@ -7,6 +7,7 @@ from halfstep._autocast._kinds import Kind
 from halfstep._autocast._table import CONTRACTIONS, GROUPS, TABLE, Rule
 from halfstep._autocast._types import Decision
 from halfstep._explain._entry import name_of
+from halfstep._explain._few_bits import described as written_as
 from halfstep._explain._places import Place
 from halfstep._explain._sources import Finder
 from halfstep._keep import KEEP_SCOPE
@@ -16,6 +17,13 @@ _SPECIAL = MappingProxyType(
     {"mul": "a square", "sub": "one value, such as a maximum, off many"},
 )
 _WHY = MappingProxyType({name: why for _, why, names in GROUPS for name in names})
+KEPT = "an operand is kept in float32 by the user"
+# What makes another view of a value.
+_VIEWS = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather"}
+    | {"mesh_cast", "name", "reshape", "reshard", "rev", "sharding_constraint", "slice", "squeeze"}
+    | {"split", "transpose"}
+)
 
 
 def reason(place: Place, index: int, finder: Finder) -> str:
@@ -26,6 +34,10 @@ def reason(place: Place, index: int, finder: Finder) -> str:
         return "keep_precision" if KEEP_SCOPE in by else f"rule {by}"
     if node.name in CONTRACTIONS and decision.rule is not Rule.COMPUTE:
         return not_lowered(place, index)
+    if decision.site is not None:
+        return written_as(decision.site, name_of(place.plan.settings.compute))
+    if decision.refusal and place.plan.settings.recipe is not None:
+        return f"not {place.plan.settings.recipe.name}: {decision.refusal}"
     if not decision.known:
         return "not in the table of operations: runs as written"
     if decision.rule in (Rule.WIDEST, Rule.FOLLOW):
@@ -44,7 +56,7 @@ def not_lowered(place: Place, index: int) -> str:
     if names != "f32":
         return f"its operands are written in {names}"
     if Kind.KEPT in [place.kind(index, operand) for operand in node.ins[:2]]:
-        return "an operand is kept in float32 by the user"
+        return KEPT
     return f"precision={_precision(precision)} is asked for"
 
 
@@ -82,3 +94,29 @@ def described(place: Place, operand: Operand, finder: Finder) -> str:
         return f"argument `{place.paths[position]}`"
     given = place.given[position]
     return "what the loop carries" if given is None else described(place.outer, given, finder)
+
+
+def parameter(place: Place, index: int) -> str:
+    """The parameter that a contraction multiplies; empty if there is none that is known."""
+    for operand in place.plan.graph.nodes[index].ins[:2]:
+        if place.kind(index, operand).is_weight:
+            found = _argument(place, operand)
+            if found:
+                return found
+    return ""
+
+
+def _argument(place: Place, operand: Operand | None) -> str:
+    """The argument that a value is a view of."""
+    if operand is None or isinstance(operand, Constant):
+        return ""
+    made_by = place.producer(operand)
+    if made_by is not None:
+        node = place.plan.graph.nodes[made_by]
+        return _argument(place, node.ins[0]) if node.name in _VIEWS and node.ins else ""
+    position = place.input_position(operand)
+    if position is None:
+        return ""
+    if place.outer is None:
+        return place.paths[position]
+    return _argument(place.outer, place.given[position])

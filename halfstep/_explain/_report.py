@@ -12,6 +12,7 @@ from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._html import html
 from halfstep._explain._text import misses, summary, table
 from halfstep._explain._totals import ExplainTotals
+from halfstep._recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ExplainReport:
         totals: What they add up to.
         findings: What can be changed, and what to type.
         notes: What else is to be known.
+        recipe: The policy's recipe for products in 8 or 4 bits, if it has one.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ExplainReport:
     totals: ExplainTotals
     findings: tuple[ExplainFinding, ...]
     notes: tuple[str, ...]
+    recipe: Recipe | None = None
 
     def __str__(self) -> str:
         parts = [summary(self), *map(str, self.findings), self.table()]
@@ -86,17 +89,27 @@ class ExplainReport:
             pathlib.Path(path).write_text(text + "\n")
         return text
 
-    def check(self, *, low: float | int = 0.99, max_findings: int = 0) -> None:
+    def check(
+        self,
+        *,
+        low: float | int = 0.99,
+        max_findings: int = 0,
+        f8: float | int | None = None,
+    ) -> None:
         """Raise unless the function is as it should be; for tests and CI.
 
         Args:
-            low: The share of the contractions' FLOPs that has to be at the compute dtype.
+            low: The share of the contractions' FLOPs that has to be at the compute dtype, or in
+                fewer bits.
             max_findings: How many findings there may be.
+            f8: The share of the eligible contractions' FLOPs that has to be multiplied in 8 bits
+                (4 with a recipe of 4). Eligible are all that the policy's recipe is for, and that
+                nothing in the policy speaks against: see `ExplainF8`.
 
         Raises:
-            LintError: With what misses: the contractions that are not lowered and every finding,
-                each with its line.
+            LintError: With what misses: the contractions that are not lowered, or not in 8 bits,
+                and every finding, each with its line.
         """
-        found = misses(self, low=low, max_findings=max_findings)
+        found = misses(self, low=low, max_findings=max_findings, f8=f8)
         if found:
             raise LintError(found)

@@ -5,7 +5,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from halfstep._explain._entry import ExplainEntry
+from halfstep._explain._f8 import fix, is_eligible, why_not
 from halfstep._explain._sources import Source
+from halfstep._explain._totals import is_low
 from halfstep._tables import ABSENT, aligned, flops, percent, size
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ HEADINGS = (
 )
 """Of the columns, and whether they hold numbers."""
 ISLAND = "* in a float32 island, which is computed again for the gradient and not stored."
+_LINES = 4
 _WIDEST = MappingProxyType({"  operation": 24, "dtypes": 20, "why": 40})
 
 
@@ -40,6 +43,7 @@ def figures(report: "ExplainReport") -> list[tuple[str, str]]:
     pairs = [
         (report.name, f"policy {report.policy}, {_number(len(report.operations), 'operation')}"),
         ("contractions", f"{flops(total)}: {', '.join(shares)}" if total else "none"),
+        *_few_bits(report),
         (
             "float32 islands",
             f"{totals.islands}, {flops(totals.again_flops)} computed again for the gradient",
@@ -52,6 +56,20 @@ def figures(report: "ExplainReport") -> list[tuple[str, str]]:
         pairs.append(("  as it is written", stored(totals.stored_float32 or {})))
     pairs += [("note", note) for note in report.notes]
     pairs.append(("findings", str(len(report.findings)) if report.findings else "none"))
+    return pairs
+
+
+def _few_bits(report: "ExplainReport") -> list[tuple[str, str]]:
+    """How many contractions are in few bits, and why not the others."""
+    f8 = report.totals.f8
+    if f8 is None:
+        return []
+    count = f"{f8.count} of {_number(f8.total, 'contraction')} ({percent(f8.flops)} of the FLOPs)"
+    pairs = [(f"  in {f8.format}", f"{count}; {percent(f8.eligible)} of what {f8.recipe} is for")]
+    for other in f8.others:
+        mark = "missed" if other.eligible else "not for it"
+        named = [*other.sources[:_LINES], *(["..."] if len(other.sources) > _LINES else [])]
+        pairs.append((f"  {mark}", f"{other.count}: {other.reason}: {', '.join(named)}"))
     return pairs
 
 
@@ -139,7 +157,9 @@ def _computes(entry: ExplainEntry) -> bool:
     )
 
 
-def misses(report: "ExplainReport", *, low: float | int, max_findings: int) -> str:
+def misses(
+    report: "ExplainReport", *, low: float | int, max_findings: int, f8: float | int | None = None
+) -> str:
     """What is not as it is required; empty if all is."""
     lines: list[str] = []
     if report.totals.low < low:
@@ -147,10 +167,16 @@ def misses(report: "ExplainReport", *, low: float | int, max_findings: int) -> s
             f"required: {percent(low)} of the contractions' FLOPs in {report.compute}; "
             f"{report.name} has {percent(report.totals.low)}:"
         )
-        others = [entry for entry in report.operations if _is_wide(entry, report.compute)]
+        others = [
+            entry
+            for entry in report.operations
+            if entry.is_contraction and not is_low(entry, report.compute)
+        ]
         lines += [
             f"  {source}: {' '.join(row[:2])}: {row[3]}" for source, row in rows(others, full=False)
         ]
+    if f8 is not None:
+        lines += _f8_misses(report, f8)
     if len(report.findings) > max_findings:
         most = "no findings" if not max_findings else f"at most {_number(max_findings, 'finding')}"
         lines.append(f"required: {most}; {report.name} has {len(report.findings)}:")
@@ -158,8 +184,32 @@ def misses(report: "ExplainReport", *, low: float | int, max_findings: int) -> s
     return "\n".join(lines)
 
 
-def _is_wide(entry: ExplainEntry, compute: str) -> bool:
-    return entry.is_contraction and {value.dtype for value in entry.ins[:2]} != {compute}
+def _f8_misses(report: "ExplainReport", share: float | int) -> list[str]:
+    """What is not in few bits, though the recipe is for it."""
+    found, recipe = report.totals.f8, report.recipe
+    if found is None or recipe is None:
+        return [
+            f"required: {percent(share)} of the eligible contractions' FLOPs in fp8; the policy "
+            f'{report.policy} has no recipe: write policy="f8", say.'
+        ]
+    if found.eligible >= share:
+        return []
+    lines = [
+        f"required: {percent(share)} of the eligible contractions' FLOPs in {found.format}; "
+        f"{report.name} has {percent(found.eligible)}:"
+    ]
+    missed = [
+        entry
+        for entry in report.operations
+        if entry.is_contraction and not entry.in_f8 and is_eligible(entry)
+    ]
+    for entry in dict.fromkeys(missed):
+        name = f" by {entry.parameter}" if entry.parameter else ""
+        scope = f" in {entry.scope}" if entry.scope else ""
+        shapes = " x ".join(map(str, entry.ins[:2]))
+        lines.append(f"  {entry.source}: {entry.name} {shapes}{name}{scope}: {why_not(entry)}")
+        lines.append(f"    Fix: {fix(entry, recipe)}")
+    return lines
 
 
 def _number(count: int, name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfstep._explain._entry import ExplainEntry
+from halfstep._explain._f8 import ExplainF8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +14,7 @@ class ExplainTotals:
 
     Attributes:
         contraction_flops: FLOPs of contractions by the dtype of their operands.
-        low: Share of them at the compute dtype; 1 if there are no contractions.
+        low: Share of them at the compute dtype or in fewer bits; 1 if there are no contractions.
         other_flops: FLOPs of all that is no contraction.
         again_flops: Of these, what is computed again in the backward pass, in islands.
         islands: How many there are.
@@ -24,6 +25,8 @@ class ExplainTotals:
             make them again instead.
         stored_float32: What the function as it is written would keep, by dtype, arguments and
             views of them left out.
+        f8: How many contractions are in 8 or 4 bits, and why the others are not; `None` if the
+            policy has no recipe.
     """
 
     contraction_flops: Mapping[str, int]
@@ -35,6 +38,7 @@ class ExplainTotals:
     stored: Mapping[str, int] | None
     stored_casts: Mapping[str, int] | None
     stored_float32: Mapping[str, int] | None
+    f8: ExplainF8 | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values for JSON."""
@@ -49,6 +53,11 @@ def contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
             name = entry.dtypes.partition(" -> ")[0]
             total[name] = total.get(name, 0) + entry.flops * entry.count
     return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def is_low(entry: ExplainEntry, compute: str) -> bool:
+    """Whether a contraction is at the compute dtype, or in fewer bits."""
+    return entry.in_f8 or {value.dtype for value in entry.ins[:2]} == {compute}
 
 
 def other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> int:

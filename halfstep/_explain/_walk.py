@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfstep._autocast._graph import Node, Operand, is_of_jax
+from halfstep._autocast._graph import Node, is_of_jax
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import FLOAT32, Plan, held_dtype
 from halfstep._explain._entry import ExplainEntry, typed
+from halfstep._explain._few_bits import factor_dtypes, multiplies
 from halfstep._explain._flops import flops
 from halfstep._explain._places import Place, holds_functions, inside
-from halfstep._explain._reasons import reason
+from halfstep._explain._reasons import parameter, reason
 from halfstep._explain._sources import Finder, Source
 from halfstep._jaxprs import jaxprs_in
 
@@ -71,32 +72,38 @@ def _entry(
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     ins = [plan.graph.aval(operand) for operand in node.ins]
     outs = [plan.graph.avals[number] for number in node.outs]
+    contracts = node.name in CONTRACTIONS
+    in_f8 = decision.site is not None and multiplies(decision.site)
+    why = reason(place, index, finder)
     return ExplainEntry(
         name=node.name,
         source=source,
         scope=node.scope,
         within=place.labels,
-        ins=tuple(
-            typed(aval, taken(plan, index, operand))
-            for aval, operand in zip(ins, node.ins, strict=True)
-        ),
+        ins=tuple(typed(aval, taken(plan, index, position)) for position, aval in enumerate(ins)),
         outs=tuple(
             typed(aval, made(plan, index, kind, aval))
             for aval, kind in zip(outs, decision.outs, strict=True)
         ),
         rule=decision.rule.value,
-        reason=reason(place, index, finder),
+        reason=why,
         by=decision.by or place.by,
         island=island,
         count=place.times,
         flops=flops(node.name, node.params, ins, outs),
-        is_contraction=node.name in CONTRACTIONS,
+        is_contraction=contracts,
+        parameter=parameter(place, index) if contracts else "",
+        in_f8=in_f8,
+        refusal=why if decision.site is not None and not in_f8 else decision.refusal,
     )
 
 
-def taken(plan: Plan, index: int, operand: Operand) -> np.dtype | None:
+def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
     """The dtype in which an operation takes an operand; `None` if it is as written."""
     node, decision = plan.graph.nodes[index], plan.decisions[index]
+    operand = node.ins[position]
+    if decision.site is not None and multiplies(decision.site) and position < 2:
+        return factor_dtypes(decision.site)[position]
     held = held_dtype(
         plan.graph.aval(operand), plan.seen(operand, plan.levels[index]), plan.settings.compute
     )

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from halfstep._explain import ExplainReport, LintError, explain
@@ -24,7 +25,7 @@ jax.ShapeDtypeStructs), of which the first holds the parameters:
         return loss, (params, batch)
 
 The exit status is 0, 1 if there are findings or contractions that are not
-lowered, and 2 if there is no answer.
+lowered (with --f8: not in 8 bits), and 2 if there is no answer.
 """
 
 
@@ -40,13 +41,18 @@ def add(commands: Any) -> None:
         "make_loss", metavar="MAKE_LOSS", help="module:function or file.py:function"
     )
     parser.add_argument(
-        "--policy", type=_policy, default="bf16", help="such as bf16 or p=f32,c=f16 (bf16)"
+        "--policy", type=_policy, default="bf16", help="such as bf16, f8 or p=f32,c=f16 (bf16)"
     )
     parser.add_argument(
         "--low",
         type=_share,
         default=0.99,
         help="share of the contractions' FLOPs that must be at the compute dtype (0.99)",
+    )
+    parser.add_argument(
+        "--f8",
+        type=_share,
+        help="share of the eligible contractions' FLOPs that must be in 8 bits",
     )
     parser.add_argument(
         "--max-findings", type=int, default=0, help="how many findings there may be (0)"
@@ -86,13 +92,22 @@ def run(arguments: argparse.Namespace) -> int:
         )(*args)
     _show(report, arguments)
     try:
-        report.check(low=arguments.low, max_findings=arguments.max_findings)
+        report.check(low=arguments.low, max_findings=arguments.max_findings, f8=arguments.f8)
     except LintError as error:
-        # The findings are in the report; here is why the answer is no.
-        lines = [line for line in str(error).split("\n") if line.startswith("required: ")]
-        sys.stderr.write("".join(f"{line.rstrip(':')}\n" for line in lines))
+        sys.stderr.write("".join(f"{line}\n" for line in _why(str(error))))
         return 1
     return 0
+
+
+def _why(message: str) -> Iterator[str]:
+    """Why the answer is no; the report has the findings, and not what to do about fp8."""
+    of_f8 = False
+    for line in message.split("\n"):
+        if line.startswith("required: "):
+            of_f8 = "eligible" in line
+            yield line if of_f8 else line.rstrip(":")
+        elif of_f8:
+            yield line
 
 
 def _show(report: ExplainReport, arguments: argparse.Namespace) -> None:

@@ -53,6 +53,18 @@ def test_a_policy(capsys: pytest.CaptureFixture[str]):
     assert "f16 100 %" in capsys.readouterr().out
 
 
+def test_what_must_be_in_8_bits(capsys: pytest.CaptureFixture[str]):
+    command = ["lint", f"{LOSSES}:clean", "--policy", "f8", "--f8", "1"]
+    assert main(command) == 0
+    assert "1 of 1 contraction (100 % of the FLOPs)" in capsys.readouterr().out
+    command[1] = f"{LOSSES}:faulty"
+    assert main([*command, "--low", "0", "--max-findings", "1"]) == 1
+    required, where, fix = capsys.readouterr().err.splitlines()
+    assert required == "required: 100 % of the eligible contractions' FLOPs in fp8; loss has 50 %:"
+    assert where.endswith("f32[1024,1024] x f32[1024,1024] by w: precision=HIGHEST is asked for")
+    assert fix == "    Fix: leave `precision=` out."
+
+
 def test_values(capsys: pytest.CaptureFixture[str]):
     command = ["lint", f"{LOSSES}:beyond_float16", "--policy", "f16"]
     assert main(command) == 0
