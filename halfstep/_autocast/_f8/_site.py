@@ -11,6 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
+from halfstep._autocast._f8._marks import marked
 from halfstep._autocast._f8._roles import Roles, as_laid_out, beside, dot, of_dot, of_result
 from halfstep._autocast._f8._written import Written, observed, read, same_on_both, written
 from halfstep._autocast._linear import linear
@@ -137,7 +138,8 @@ class Site:
         options = {**dict(self.options), "preferred_element_type": wide}
         if self._is_direct(factors):
             left, right = factors
-            made = self.contraction.bind(left.elements, right.elements, *rest, **options)
+            with marked(direct=True):
+                made = self.contraction.bind(left.elements, right.elements, *rest, **options)
             return self._scaled(made, factors, self.roles).astype(self.out)
         given = [
             read(value, kind, roles, shape, self.compute)
@@ -145,7 +147,9 @@ class Site:
                 factors, kinds, self.roles, self.shapes, strict=True
             )
         ]
-        return self.contraction.bind(*given, *rest, **options).astype(self.out)
+        with marked(direct=False):
+            made = self.contraction.bind(*given, *rest, **options)
+        return made.astype(self.out)
 
     def _is_direct(self, factors: Sequence[Any]) -> bool:
         """Whether the elements can be multiplied, and the result be scaled."""
@@ -194,10 +198,12 @@ class Site:
         seen = None if slot is None else observed(cotangent, arrived, factor, roles)
         dtype = _accumulator(self.gradients[place])
         turned = self.roles[1 - place].turned()
-        if self.contraction is jax.lax.dot_general_p:
-            made = self._dot_leg(place, arrived, factor, roles, other, turned, dtype)
-        else:
-            made = self._other_leg(place, arrived, factor, roles, other, turned, rest, dtype)
+        # A transposition that becomes part of the product gives it its name.
+        with marked(direct=self._is_direct([arrived, other]), quantized=factor is not None):
+            if self.contraction is jax.lax.dot_general_p:
+                made = self._dot_leg(place, arrived, factor, roles, other, turned, dtype)
+            else:
+                made = self._other_leg(place, arrived, factor, roles, other, turned, rest, dtype)
         return made.astype(self.gradients[place]), seen
 
     def _cotangent_roles(self, summed: int) -> Roles:
