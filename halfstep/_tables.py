@@ -33,7 +33,7 @@ def seconds(value: int | float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def percent(share: float) -> str:
+def percent(share: float | int) -> str:
     """A share for people: `99.2 %`."""
     # 100 % and 0 % are said only when they are exact.
     if 0 < share < 0.001:

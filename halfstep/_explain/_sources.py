@@ -4,7 +4,8 @@ import dataclasses
 import os
 import sys
 import sysconfig
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 # What the user calls, and whose lines say nothing to them.
 _LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
@@ -31,6 +32,14 @@ class Source:
 UNKNOWN = Source("", 0, "")
 
 
+class Frame(NamedTuple):
+    """A frame of a call."""
+
+    file: str
+    line: int
+    function: str
+
+
 class Finder:
     """Finds the innermost line that is not a library's."""
 
@@ -49,12 +58,18 @@ class Finder:
 
     def _find(self, traceback: Any) -> Source:
         frames = traceback.frames if traceback is not None else ()
-        outside = [frame for frame in frames if not self._is_machinery(frame.file_name)]
-        own = [frame for frame in outside if not frame.file_name.startswith(self._libraries)]
+        return self.choose(
+            [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+        )
+
+    def choose(self, frames: Sequence[Frame]) -> Source:
+        """The line of the user's among frames, the innermost first."""
+        outside = [frame for frame in frames if not self._is_machinery(frame.file)]
+        own = [frame for frame in outside if not frame.file.startswith(self._libraries)]
         if not own and not outside:
             return UNKNOWN
         frame = (own or outside)[0]
-        return Source(_relative(frame.file_name), frame.line_num, _function(frame.function_name))
+        return Source(_relative(frame.file), frame.line, _function(frame.function))
 
     def _is_machinery(self, file: str) -> bool:
         if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):

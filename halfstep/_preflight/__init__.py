@@ -11,6 +11,7 @@ from halfstep._preflight._errors import (
     DoesNotFitError as DoesNotFitError,
     PreflightError as PreflightError,
 )
+from halfstep._preflight._f8 import F8Count as F8Count, Product as Product
 from halfstep._preflight._report import PreflightReport as PreflightReport
 from halfstep._preflight._roofline import Roofline as Roofline
 from halfstep._preflight._search import LargestBatch as LargestBatch

@@ -2,11 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from halfstep._preflight._collectives import payload
+from halfstep._preflight._f8 import Product as Product
 from halfstep._preflight._flops import Contracted, contraction, uncounted
 from halfstep._preflight._hlo import Computation, Instruction, Module, UnknownTypeError, parse
 from halfstep._preflight._loops import Frame, body_frame, trip_count
+from halfstep._preflight._metadata import Origin, Origins
 from halfstep._preflight._traffic import Kernel as Kernel, moved
 
 
@@ -62,6 +65,7 @@ class Analysis:
         collectives: Communication by kind and dtype, the most first.
         kernels: The kernels by what they read and write, the most traffic first.
         unknown_trip_counts: Loops whose number of turns is not known; they are counted as one turn.
+        products: The contractions one by one, the most FLOPs first.
     """
 
     contractions: tuple[Contraction, ...]
@@ -69,6 +73,7 @@ class Analysis:
     collectives: tuple[Collective, ...]
     kernels: tuple[Kernel, ...]
     unknown_trip_counts: int
+    products: tuple[Product, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -111,18 +116,25 @@ def analyze(text: str) -> Analysis:
         ```
     """
     module = parse(text)
-    walk = _Walk(module)
+    walk = _Walk(module, Origins(text))
     tally = walk.computation(Frame(module, module.entry))
+    products = [
+        Product(
+            str(key.lhs),
+            str(key.rhs),
+            str(key.out),
+            flops,
+            tally.contractions[key],
+            key.origin.name,
+            key.origin.source,
+        )
+        for key, flops in tally.flops.items()
+    ]
     return Analysis(
         contractions=tuple(
-            sorted(
-                (
-                    Contraction(key.lhs, key.rhs, key.out, flops, tally.contractions[key])
-                    for key, flops in tally.flops.items()
-                ),
-                key=lambda c: (-c.flops, c.lhs, c.rhs, c.out),
-            )
+            sorted(_by_dtypes(tally), key=lambda c: (-c.flops, c.lhs, c.rhs, c.out))
         ),
+        products=tuple(sorted(products, key=lambda p: (-p.flops, p.source, p.name, str(p)))),
         uncounted=tuple(sorted(tally.uncounted.items(), key=lambda item: (-item[1], item[0]))),
         collectives=tuple(
             sorted(
@@ -143,19 +155,40 @@ def analyze(text: str) -> Analysis:
     )
 
 
-@dataclass(frozen=True)
-class _Dtypes:
-    lhs: str
-    rhs: str
-    out: str
+class _Shape(NamedTuple):
+    dtype: str
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Contractions that are alike."""
+
+    lhs: _Shape
+    rhs: _Shape
+    out: _Shape
+    origin: Origin
+
+
+def _by_dtypes(tally: "_Tally") -> list[Contraction]:
+    flops: Counter[tuple[str, str, str]] = Counter()
+    count: Counter[tuple[str, str, str]] = Counter()
+    for key, computed in tally.flops.items():
+        dtypes = (key.lhs.dtype, key.rhs.dtype, key.out.dtype)
+        flops[dtypes] += computed
+        count[dtypes] += tally.contractions[key]
+    return [Contraction(*dtypes, flops[dtypes], count[dtypes]) for dtypes in flops]
 
 
 @dataclass
 class _Tally:
     """Counts of one computation."""
 
-    flops: Counter[_Dtypes] = field(default_factory=Counter)
-    contractions: Counter[_Dtypes] = field(default_factory=Counter)
+    flops: Counter[_Kind] = field(default_factory=Counter)
+    contractions: Counter[_Kind] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -167,8 +200,9 @@ class _Tally:
             for key, count in others.items():
                 mine[key] += times * count
 
-    def contract(self, found: Contracted) -> None:
-        key = _Dtypes(found.lhs, found.rhs, found.out)
+    def contract(self, found: Contracted, origin: Origin) -> None:
+        lhs, rhs, out = (_Shape(a.dtype, a.dims) for a in (found.lhs, found.rhs, found.out))
+        key = _Kind(lhs, rhs, out, origin)
         self.flops[key] += found.flops
         self.contractions[key] += 1
 
@@ -181,8 +215,8 @@ class _Tally:
 class _Walk:
     """Goes through a program the way a device would."""
 
-    def __init__(self, module: Module):
-        self.module = module
+    def __init__(self, module: Module, origins: Origins):
+        self.module, self.origins = module, origins
         self.unknown: set[Instruction] = set()
         self.fusions: dict[str, _Tally] = {}
 
@@ -241,7 +275,7 @@ class _Walk:
             return
         found = contraction(computation, instruction)
         if found:
-            tally.contract(found)
+            tally.contract(found, self.origins.of(instruction))
         name = None if found else uncounted(instruction)
         if name is not None:
             tally.uncounted[name] += 1

@@ -6,6 +6,7 @@ from typing import Any
 
 from halfstep._preflight._analysis import Collective, Contraction, analyze
 from halfstep._preflight._compile import Compiled, required_bytes
+from halfstep._preflight._f8 import F8Count, Product, f8_count
 from halfstep._preflight._lowering import Program
 from halfstep._preflight._roofline import Roofline, roofline
 from halfstep._preflight._targets import Target
@@ -38,6 +39,9 @@ class PreflightEntry:
         memory: The peak by role: parameters, optimizer state, batch, other, outputs, temporaries
             ...
         contractions: FLOPs of matrix products and convolutions in the optimized program, by dtype.
+        products: The same one by one: dtypes, shapes, scope and line, the most FLOPs first. Lines
+            are those of when the program was compiled; an answer from the cache can have old ones.
+        f8_units: Whether the target has units for products in 8 bits.
         uncounted: Kernels that may compute and whose FLOPs nobody can tell from outside: name and
             count.
         collectives: What is sent between devices, by kind and dtype.
@@ -66,6 +70,8 @@ class PreflightEntry:
     temp_bytes: int | None
     memory: Mapping[str, int]
     contractions: tuple[Contraction, ...] | None
+    products: tuple[Product, ...] | None
+    f8_units: bool
     uncounted: tuple[tuple[str, int], ...]
     collectives: tuple[Collective, ...] | None
     traffic_bytes: int | None
@@ -81,6 +87,11 @@ class PreflightEntry:
     def headroom(self) -> int | None:
         """Usable memory that the step leaves; negative if it does not fit."""
         return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes
+
+    @property
+    def f8(self) -> F8Count | None:
+        """How many contractions are in 8 bits or fewer."""
+        return None if self.products is None else f8_count(self.products, units=self.f8_units)
 
     def contraction_flops(self) -> dict[str, int] | None:
         """FLOPs by the dtype of the operands, `"bfloat16"`, or both, `"bfloat16 x float32"`."""
@@ -99,6 +110,9 @@ class PreflightEntry:
         del made["hlo"]
         made["headroom"] = self.headroom
         made["contraction_flops"] = self.contraction_flops()
+        made["f8"] = None if self.f8 is None else dataclasses.asdict(self.f8)
+        for shown, product in zip(made["products"] or (), self.products or (), strict=True):
+            shown |= {"in_f8": product.in_f8, "why_not": product.why_not}
         if self.roofline is not None:
             made["roofline"] |= {
                 "label": "lower bound of the step time",
@@ -127,6 +141,7 @@ def make_entry(
         "devices": max(1, target.devices if program.axes else 1),
         "capacity_bytes": accelerator.memory_bytes,
         "usable_bytes": usable,
+        "f8_units": "float8" in accelerator.peak_flops,
         "gemm": compiled.gemm,
         "flags": compiled.flags,
         "versions": dict(compiled.versions),
@@ -143,6 +158,7 @@ def make_entry(
             temp_bytes=None,
             memory=dict(roles),
             contractions=None,
+            products=None,
             uncounted=(),
             collectives=None,
             traffic_bytes=None,
@@ -173,6 +189,7 @@ def make_entry(
         temp_bytes=temporary,
         memory={name: size for name, size in parts.items() if size},
         contractions=analysis.contractions,
+        products=analysis.products,
         uncounted=analysis.uncounted,
         collectives=analysis.collectives,
         traffic_bytes=analysis.traffic_bytes,

@@ -39,11 +39,11 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Contracted:
-    """One contraction: the dtypes of its operands and its result, and its FLOPs."""
+    """One contraction: its operands, its result, and its FLOPs."""
 
-    lhs: str
-    rhs: str
-    out: str
+    lhs: Array
+    rhs: Array
+    out: Array
     flops: int
 
 
@@ -66,7 +66,7 @@ def contraction(computation: Computation, instruction: Instruction) -> Contracte
             lhs, rhs = _arrays(computation, instruction)[:2]
             out = instruction.results[0]
             flops = _convolution(instruction, lhs.dims, rhs.dims, out.dims)
-            return Contracted(lhs.dtype, rhs.dtype, out.dtype, flops)
+            return Contracted(lhs, rhs, out, flops)
         case "custom-call":
             return _library(computation, instruction)
     return None
@@ -107,7 +107,7 @@ def _dot(computation: Computation, instruction: Instruction) -> Contracted:
     if len(arrays) >= 4 and arrays[2].size > rhs.size:
         rhs = arrays[2]
     contracted = _sizes(instruction, lhs, instruction.integers("lhs_contracting_dims", ""))
-    return Contracted(lhs.dtype, rhs.dtype, out.dtype, 2 * out.size * contracted)
+    return Contracted(lhs, rhs, out, 2 * out.size * contracted)
 
 
 def _ragged_dot(computation: Computation, instruction: Instruction) -> Contracted:
@@ -120,7 +120,7 @@ def _ragged_dot(computation: Computation, instruction: Instruction) -> Contracte
     if set(ragged) <= set(contracting):
         # The groups split the contracted dimension, and the result has one slice for each.
         flops //= out.dims[0]
-    return Contracted(lhs.dtype, rhs.dtype, out.dtype, flops)
+    return Contracted(lhs, rhs, out, flops)
 
 
 def _library(computation: Computation, instruction: Instruction) -> Contracted | None:
@@ -134,12 +134,12 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
             for dim in numbers.get(key, ())
         ]
         free = rhs.size // max(1, _sizes(instruction, rhs, shared))
-        return Contracted(lhs.dtype, rhs.dtype, instruction.results[0].dtype, 2 * lhs.size * free)
+        return Contracted(lhs, rhs, instruction.results[0], 2 * lhs.size * free)
     if target == "__cudnn$blockScaledDot":
         # Always (batch, m, k) by (batch, n, k), with the scales behind them.
         lhs, rhs = _arrays(computation, instruction)[:2]
         out = instruction.results[0]
-        return Contracted(lhs.dtype, rhs.dtype, out.dtype, 2 * out.size * lhs.dims[-1])
+        return Contracted(lhs, rhs, out, 2 * out.size * lhs.dims[-1])
     if target.startswith("__cudnn$conv"):
         lhs, rhs = _arrays(computation, instruction)[:2]
         out = instruction.results[0]
@@ -150,7 +150,7 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
         elif target.endswith("BackwardFilter"):
             roles = (lhs, out, rhs)
         flops = _convolution(instruction, *(role.dims for role in roles))
-        return Contracted(lhs.dtype, rhs.dtype, out.dtype, flops)
+        return Contracted(lhs, rhs, out, flops)
     return None
 
 

@@ -4,7 +4,7 @@ import html as escaping
 from collections.abc import Sequence
 
 from halfstep._preflight._entry import PreflightEntry
-from halfstep._preflight._text import columns, footnotes
+from halfstep._preflight._text import F8_HEADINGS, columns, few_bits, footnotes
 from halfstep._tables import html_table, size
 
 
@@ -30,6 +30,11 @@ def html(entries: Sequence[PreflightEntry]) -> str:
         names = ("target", "step", "collective", "dtype", "bytes a step", "count")
         heads = [(name, number) for name, (_, number) in zip(names, wire[0], strict=True)]
         parts.append(html_table(heads, wire, [True] * len(wire)))
+    few = few_bits(entries)
+    if few:
+        heads = [(name, name == "FLOPs") for name in F8_HEADINGS]
+        cells = [[(cell, head[1]) for cell, head in zip(row, heads, strict=True)] for row in few]
+        parts.append(html_table(heads, cells, [True] * len(few)))
     lines = footnotes(entries)
     lines += [f"{entry.target}, {entry.variant}: {n}." for entry in entries for n in entry.notes]
     parts.append("<p>" + "<br>".join(escaping.escape(line) for line in lines) + "</p>")

@@ -6,8 +6,10 @@ import os
 import pathlib
 from typing import Any
 
+from halfstep._explain import LintError
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError
+from halfstep._preflight._f8 import f8_miss
 from halfstep._preflight._html import html
 from halfstep._preflight._plot import plot
 from halfstep._preflight._text import detail, table
@@ -91,6 +93,24 @@ class PreflightReport:
         lines = [_shortage(entry) for entry in self.entries if not entry.fits]
         if lines:
             raise DoesNotFitError("\n".join(lines))
+
+    def check(self, *, f8: float | int) -> None:
+        """Raise unless enough is in 8 bits, in every entry; for tests and CI.
+
+        Eligible are the products that a policy's recipe makes, forward and backward, and what else
+        has operands of 8 bits. What a recipe leaves out is not asked for: `explain` has a check for
+        that. A step without any such product, and a target without units for them, miss.
+
+        Args:
+            f8: The share of the eligible contractions' FLOPs that has to be in 8 bits (or 4) in the
+                compiled program.
+
+        Raises:
+            LintError: With every product that misses: its line, shapes, scope, and why.
+        """
+        lines = [miss for entry in self.entries if (miss := f8_miss(entry, f8))]
+        if lines:
+            raise LintError("\n".join(lines))
 
 
 def _shortage(entry: PreflightEntry) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from halfstep._preflight._entry import PreflightEntry
+from halfstep._preflight._f8 import described, no_units
 from halfstep._tables import ABSENT, aligned, flops, percent, seconds, size
 
 
@@ -53,10 +54,45 @@ def table(entries: Sequence[PreflightEntry]) -> str:
     if wire:
         head = ["target", "step", "collective", "dtype", "bytes a step", "count"]
         text += "\n\n" + aligned([head, *wire], [False, False, False, False, True, True])
+    few = few_bits(entries)
+    if few:
+        text += "\n\n" + aligned(
+            [list(F8_HEADINGS), *few], [False, False, False, True, False, False]
+        )
     notes = [
         f"{entry.target}, {entry.variant}: {note}." for entry in entries for note in entry.notes
     ]
     return "\n".join([text, "", *footnotes(entries), *notes])
+
+
+F8_HEADINGS = ("target", "step", "in fp8", "FLOPs", "where", "why not")
+
+
+def few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[str]]:
+    """How many contractions are in 8 bits, and the largest that are not; nothing if none are."""
+    if not any(product.of_recipe for entry in entries for product in entry.products or ()):
+        return []
+    rows: list[list[str]] = []
+    for entry in entries:
+        found = entry.f8
+        if found is None or entry.products is None:
+            continue
+        units = "" if found.units else no_units(entry.target)
+        counts = f"{found.count} of {found.total} contractions"
+        rows.append([entry.target, entry.variant, counts, percent(found.flops), "", units])
+        others = [product for product in entry.products if not product.in_f8]
+        total = sum(product.flops for product in entry.products) or 1
+        for product in others[:most]:
+            shapes = f"  not {product.count}: {product.lhs} x {product.rhs}"
+            where = product.source or product.name
+            share = percent(product.flops / total)
+            rows.append([entry.target, entry.variant, shapes, share, where, product.why_not])
+        if others[most:]:
+            count = sum(product.count for product in others[most:])
+            share = percent(sum(product.flops for product in others[most:]) / total)
+            more = "report.detail() has all"
+            rows.append([entry.target, entry.variant, f"  not {count} more", share, "", more])
+    return rows
 
 
 def columns(
@@ -93,6 +129,10 @@ def detail(entry: PreflightEntry) -> str:
         (f"contraction: {c.lhs} x {c.rhs} -> {c.out}", f"{flops(c.flops)} in {c.count}")
         for c in entry.contractions or ()
     ]
+    if entry.f8 is not None and any(product.of_recipe for product in entry.products or ()):
+        counts = f"{entry.f8.count} of {entry.f8.total} contractions"
+        pairs += [("in fp8", f"{counts}, {percent(entry.f8.flops)} of the FLOPs")]
+        pairs += [("not in fp8", described(p)) for p in entry.products or () if not p.in_f8]
     pairs += [
         (f"collective: {c.kind} {c.dtype}", f"{size(c.bytes)} in {c.count}")
         for c in entry.collectives or ()

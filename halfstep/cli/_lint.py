@@ -10,6 +10,7 @@ from typing import Any
 
 from halfstep._explain import ExplainReport, LintError, explain
 from halfstep._policy import Policy
+from halfstep.cli._arguments import share
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
 from halfstep.cli._load import checked_pair, load
@@ -45,13 +46,13 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--low",
-        type=_share,
+        type=share,
         default=0.99,
         help="share of the contractions' FLOPs that must be at the compute dtype (0.99)",
     )
     parser.add_argument(
         "--f8",
-        type=_share,
+        type=share,
         help="share of the eligible contractions' FLOPs that must be in 8 bits",
     )
     parser.add_argument(
@@ -142,13 +143,3 @@ def _policy(text: str) -> Policy:
         return Policy.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"required a share from 0 to 1; got {text!r}")
-    return value

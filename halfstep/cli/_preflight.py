@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from halfstep._explain import LintError
 from halfstep._preflight import (
     DoesNotFitError,
     PreflightEntry,
@@ -17,6 +18,7 @@ from halfstep._preflight import (
     preflight,
 )
 from halfstep._preflight._targets import parse_target
+from halfstep.cli._arguments import share
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
 from halfstep.cli._load import checked_pair, load
@@ -33,7 +35,8 @@ batch= for each --batch:
         return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, images)
 
 The exit status is 0, 1 if something does not fit (with --require-fit; or with
---largest-batch if no batch does), and 2 if there is no answer.
+--largest-batch if no batch does) or is not in 8 bits (with --f8), and 2 if there
+is no answer.
 """
 
 _PLOTS = (".png", ".pdf", ".svg")
@@ -98,6 +101,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--require-fit", action="store_true", help="exit with 1 unless everything fits"
     )
+    parser.add_argument(
+        "--f8",
+        type=share,
+        help="exit with 1 unless this share of a recipe's contractions is in 8 bits (0 to 1)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -118,13 +126,20 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(str(error)) from error
     report = PreflightReport(tuple(entry for entry in entries if entry is not None))
     _show(report, arguments)
-    if arguments.require_fit:
-        try:
+    misses = any(entry is None for entry in entries)
+    try:
+        if arguments.f8 is not None:
+            report.check(f8=arguments.f8)
+    except LintError as error:
+        sys.stderr.write(f"{error}\n")
+        misses = True
+    try:
+        if arguments.require_fit:
             report.require_fit()
-        except DoesNotFitError as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
-    return 1 if any(entry is None for entry in entries) else 0
+    except DoesNotFitError as error:
+        sys.stderr.write(f"{error}\n")
+        misses = True
+    return 1 if misses else 0
 
 
 def _sweep(make: Callable[..., Any], arguments: argparse.Namespace) -> Iterator[PreflightEntry]:

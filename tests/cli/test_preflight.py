@@ -265,6 +265,15 @@ def test_require_fit(run: Run, compiles: list, batch: str, expected: int):
     assert ("batch 64 does not fit on h100: it needs 64.00 GiB" in err) == (expected == 1)
 
 
+def test_what_must_be_in_8_bits(run: Run, compiles: list, monkeypatch: pytest.MonkeyPatch):
+    options = ["--target", "h100", "--f8", "1"]
+    status, _, err = run(f"{STEPS}:make_step", *options)
+    assert status == 1
+    assert "required: 100 % of the eligible contractions' FLOPs in fp8" in err
+    monkeypatch.setattr(sys.modules[__name__], "HLO", HLO.replace("f32[", "f8e4m3fn["))
+    assert run(f"{STEPS}:make_step", *options)[0] == 0
+
+
 # No answer: status 2, what to do about it, and no traceback.
 
 MAKE_STEP = f"{STEPS}:make_step"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from halfstep._preflight import Collective, Contraction, PreflightEntry, Roofline
+from halfstep._preflight import Collective, Contraction, PreflightEntry, Product, Roofline
 
 GIB = 2**30
 
@@ -31,6 +31,19 @@ def entry(**changes: Any) -> PreflightEntry:
             Contraction("bfloat16", "bfloat16", "float32", 3 * 10**12, 12),
             Contraction("float32", "float32", "float32", 10**12, 2),
         ),
+        "products": (
+            Product(
+                "bfloat16[64,64]",
+                "bfloat16[64,64]",
+                "float32[64,64]",
+                3 * 10**12,
+                12,
+                "dot",
+                "a.py:1",
+            ),
+            Product("float32[64,8]", "float32[8,64]", "float32[64,64]", 10**12, 2, "dot", "a.py:2"),
+        ),
+        "f8_units": True,
         "uncounted": (),
         "collectives": (Collective("all-gather", "bfloat16", 2 * GIB, 24),),
         "traffic_bytes": 40 * GIB,

@@ -19,6 +19,7 @@ GAVE_UP = {
     "alias_bytes": None,
     "temp_bytes": None,
     "contractions": None,
+    "products": None,
     "collectives": None,
     "traffic_bytes": None,
     "roofline": None,

@@ -1,6 +1,7 @@
 """Names that the products of a recipe have in compiled programs."""
 
 import contextlib
+from typing import Any
 
 import jax
 
@@ -10,7 +11,7 @@ ROUNDED = "halfstep_rounded"
 """What was rounded to few bits is multiplied in 16."""
 
 
-def marked(*, direct: bool, quantized: bool = True) -> contextlib.AbstractContextManager[None]:
+def marked(*, direct: bool, quantized: bool = True) -> contextlib.AbstractContextManager[Any]:
     """A scope for one product; none for a leg that the recipe leaves alone."""
     if not quantized:
         return contextlib.nullcontext()

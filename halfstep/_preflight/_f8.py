@@ -1,0 +1,141 @@
+"""How many contractions of a compiled step are in 8 bits or fewer, and why not the others."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from halfstep._autocast._f8._marks import ELEMENTS, ROUNDED
+from halfstep._tables import flops, percent
+
+if TYPE_CHECKING:
+    from halfstep._preflight._entry import PreflightEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Contractions of a step that are alike: of the same dtypes and shapes, from the same place.
+
+    Attributes:
+        lhs: The left operand as the instruction takes it, such as `bfloat16[4096,1024]`.
+        rhs: The right operand.
+        out: What the instruction produces.
+        flops: FLOPs per device and step, of all of them.
+        count: How often they run in a step.
+        name: JAX's name of the operation, with the scopes that it is in.
+        source: The user's line, `train.py:12`; empty if the program does not say.
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+    flops: int
+    count: int
+    name: str
+    source: str
+
+    @property
+    def in_f8(self) -> bool:
+        """Whether both operands have 8 bits or fewer."""
+        return all(side.startswith(("float8", "float4")) for side in (self.lhs, self.rhs))
+
+    @property
+    def of_recipe(self) -> bool:
+        """Whether it is a product of a recipe's, or in 8 bits by the user's own hand."""
+        return self.in_f8 or ELEMENTS in self.name or ROUNDED in self.name
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not in 8 bits, as far as the program says."""
+        if self.in_f8:
+            return ""
+        dtypes = " x ".join(dict.fromkeys(side.partition("[")[0] for side in (self.lhs, self.rhs)))
+        if ELEMENTS in self.name:
+            return f"the compiler multiplies in {dtypes} what the recipe wrote in 8 bits"
+        if ROUNDED in self.name:
+            return f"the recipe rounds to few bits and multiplies in {dtypes}"
+        return "left out by the recipe, or not in its reach: halfstep.explain says why"
+
+
+@dataclasses.dataclass(frozen=True)
+class F8Count:
+    """How many contractions of a compiled step are in 8 bits or fewer.
+
+    Attributes:
+        count: How many are, loops by their turns.
+        total: How many there are.
+        flops: Their share of the FLOPs of all contractions; 1 if there are none.
+        eligible: Their share of the FLOPs of a recipe's products, forward and backward. Without any
+            such product it is that of all contractions.
+        units: Whether the target has units for them. Where it has none, operands of 8 bits are
+            multiplied at the rate of 16.
+    """
+
+    count: int
+    total: int
+    flops: float
+    eligible: float
+    units: bool
+
+
+def f8_count(products: Sequence[Product], *, units: bool) -> F8Count:
+    """Count the products of a step that are in 8 bits or fewer."""
+    inside = [product for product in products if product.in_f8]
+    eligible = [product for product in products if product.of_recipe] or products
+    return F8Count(
+        count=sum(product.count for product in inside),
+        total=sum(product.count for product in products),
+        flops=_share(inside, products),
+        eligible=_share(inside, eligible),
+        units=units,
+    )
+
+
+def _share(part: Sequence[Product], whole: Sequence[Product]) -> float:
+    total = math.fsum(product.flops for product in whole)
+    return math.fsum(product.flops for product in part) / total if total else 1.0
+
+
+def f8_miss(entry: "PreflightEntry", share: float | int) -> str:
+    """What is not in 8 bits though it has to be; empty if enough is."""
+    name = f"{entry.variant} on {entry.target}"
+    required = f"required: {percent(share)} of the eligible contractions' FLOPs in fp8"
+    found = entry.f8
+    if found is None or entry.products is None:
+        return f"{required}; there is no program of {name}: {'; '.join(entry.notes)}."
+    if not found.units and share > 0:
+        return f"{required}; {no_units(entry.target)}."
+    if found.eligible >= share:
+        return ""
+    lines = [f"{required}; {name} has {percent(found.eligible)}:"]
+    missed = [product for product in entry.products if product.of_recipe and not product.in_f8]
+    if not missed:
+        return f'{lines[0][:-1]}, and no product of a recipe\'s: give it policy="f8", say.'
+    lines += [f"  {described(product)}" for product in missed]
+    lines.append(f"    Fix: {_fix(entry, missed)}")
+    return "\n".join(lines)
+
+
+def no_units(target: str) -> str:
+    """What a target without units for 8 bits does."""
+    return f"{target} has no fp8 units, and multiplies operands of 8 bits at the rate of 16"
+
+
+def described(product: Product) -> str:
+    """A product that is not in 8 bits, on one line."""
+    where = product.source or "-"
+    return (
+        f"{where}: {product.lhs} x {product.rhs} ({product.count}x, {flops(product.flops)}), "
+        f"{product.name or 'no name'}: {product.why_not}"
+    )
+
+
+def _fix(entry: "PreflightEntry", missed: Sequence[Product]) -> str:
+    if all(ROUNDED in product.name for product in missed):
+        return (
+            "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
+            "multiplied in 8 bits; leave such products out with a rule, or ask for less."
+        )
+    other = "gemm='library'" if entry.gemm == "triton" else "gemm='triton'"
+    way = f"try {other}, which makes products in another way; or " if entry.gemm else ""
+    return f"{way}keep them in 16 bits with a rule such as 'op:dot_general@scope=compute'."

@@ -1,0 +1,314 @@
+"""Which contractions of a compiled program are in 8 bits: on small programs, and on real ones."""
+
+import dataclasses
+import json
+import os
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import halfstep
+from halfstep._preflight import ACCELERATORS, Product
+from halfstep._preflight._analysis import analyze
+from halfstep._preflight._f8 import f8_count
+from tests.preflight._compilers import need, own_cache as own_cache
+from tests.preflight._entries import entry
+from tests.preflight._programs import fixture, program
+
+HEAD = """
+FileNames
+1 "/home/user/train.py"
+2 "JAX/_src/lax.py"
+3 "/home/user/model.py"
+
+FunctionNames
+1 "<module>"
+2 "dot"
+3 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=40 end_line=40 column=8 end_column=31}
+2 {file_name_id=3 function_name_id=3 line=12 end_line=12 column=8 end_column=31}
+3 {file_name_id=2 function_name_id=2 line=7 end_line=7 column=8 end_column=31}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+
+""".replace("JAX", os.path.dirname(jax.__file__))
+LOOP = """
+%cond (s: (s32[], f32[4,4])) -> pred[] {
+  %s = (s32[], f32[4,4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%body (s: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %s = (s32[], f32[4,4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = f32[4,4] get-tuple-element(%s), index=1
+  %l = f8e4m3fn[4,4] convert(%x)
+  %r = f8e5m2[4,4] convert(%x)
+  %d = f32[4,4] dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(step)/while/body/halfstep_f8/dot_general" stack_frame_id=3}
+  ROOT %t = (s32[], f32[4,4]) tuple(%next, %d)
+}"""
+MIXED = program(
+    """
+    %zero = s32[] constant(0)
+    %w = f32[4,4] parameter(0)
+    %init = (s32[], f32[4,4]) tuple(%zero, %w)
+    %loop = (s32[], f32[4,4]) while(%init), condition=%cond, body=%body
+    %y = f32[4,4] get-tuple-element(%loop), index=1
+    %lost = f32[4,4] dot(%y, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(step)/transpose(jvp(mlp))/halfstep_f8/dot_general" stack_frame_id=1}
+    %h = bf16[4,4] convert(%y)
+    %blocks = f32[4,4] dot(%h, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(step)/halfstep_rounded/dot_general" source_file="a.py" source_line=5}
+    ROOT %o = f32[4,4] dot(%lost, %blocks), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    """,
+    LOOP,
+).replace("HloModule test\n", f"HloModule test\n{HEAD}")
+
+
+def test_every_product_with_its_place_and_loops_by_their_turns():
+    products = {product.name: product for product in analyze(MIXED).products}
+    inside = products["while/body/halfstep_f8/dot_general"]
+    assert inside == Product(
+        "float8_e4m3fn[4,4]",
+        "float8_e5m2[4,4]",
+        "float32[4,4]",
+        3 * 128,
+        3,
+        "while/body/halfstep_f8/dot_general",
+        # Innermost of the user's own: the frame of JAX's does not count.
+        "model.py:12",
+    )
+    assert products["transpose(jvp(mlp))/halfstep_f8/dot_general"].source == "train.py:40"
+    assert products["halfstep_rounded/dot_general"].source == "a.py:5"
+    assert products[""].source == ""
+
+
+def test_counts():
+    found = f8_count(analyze(MIXED).products, units=True)
+    assert (found.count, found.total) == (3, 6)
+    assert found.flops == 3 / 6
+    # The last product is none of a recipe's.
+    assert found.eligible == 3 / 5
+
+
+def test_why_not():
+    why = {product.name: product.why_not for product in analyze(MIXED).products}
+    assert why["while/body/halfstep_f8/dot_general"] == ""
+    lost = why["transpose(jvp(mlp))/halfstep_f8/dot_general"]
+    assert lost == "the compiler multiplies in float32 what the recipe wrote in 8 bits"
+    rounded = why["halfstep_rounded/dot_general"]
+    assert rounded == "the recipe rounds to few bits and multiplies in bfloat16"
+    assert "halfstep.explain says why" in why[""]
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "expected"),
+    [
+        ("float8_e4m3fn", "float8_e5m2", True),
+        ("float4_e2m1fn", "float4_e2m1fn", True),
+        ("float8_e4m3fn", "bfloat16", False),
+        ("int8", "int8", False),
+    ],
+)
+def test_both_operands_have_to_have_8_bits(lhs: str, rhs: str, expected: bool):
+    assert Product(f"{lhs}[2]", f"{rhs}[2]", "float32[2]", 1, 1, "", "").in_f8 is expected
+
+
+def test_a_library_call_of_a_real_program():
+    (product,) = analyze(fixture("h100_fp8_gemm")).products
+    assert product.in_f8
+    assert product.lhs == "float8_e4m3fn[512,256]"
+    assert (product.name, product.source) == ("dot_general", "step.py:32")
+
+
+def made(**changes: Any) -> halfstep.PreflightReport:
+    changed = entry(products=analyze(MIXED).products, variant="f8", **changes)
+    return halfstep.PreflightReport((changed,))
+
+
+def test_check_names_what_is_missed():
+    made().check(f8=0.6)
+    with pytest.raises(halfstep.LintError, match="f8 on h100 has 60 %:") as caught:
+        made().check(f8=1.0)
+    required, *lines, fix = str(caught.value).splitlines()
+    assert required.startswith("required: 100 % of the eligible contractions' FLOPs in fp8; ")
+    assert sorted(lines) == [
+        "  a.py:5: bfloat16[4,4] x bfloat16[4,4] (1x, 128 FLOP), halfstep_rounded/dot_general: "
+        "the recipe rounds to few bits and multiplies in bfloat16",
+        "  train.py:40: float32[4,4] x float32[4,4] (1x, 128 FLOP), "
+        "transpose(jvp(mlp))/halfstep_f8/dot_general: the compiler multiplies in float32 what the "
+        "recipe wrote in 8 bits",
+    ]
+    assert fix.startswith("    Fix: try gemm='library'")
+
+
+def test_check_of_a_step_without_a_recipe():
+    report = halfstep.PreflightReport((entry(),))
+    with pytest.raises(halfstep.LintError, match=r'bf16 on h100 has 0 %, .* policy="f8"'):
+        report.check(f8=0.1)
+    report.check(f8=0)
+
+
+def test_check_of_a_target_without_units():
+    report = made(target="v5e", f8_units=False)
+    with pytest.raises(halfstep.LintError, match="v5e has no fp8 units"):
+        report.check(f8=0.1)
+    assert "v5e has no fp8 units, and multiplies operands of 8 bits at the rate of 16" in str(
+        report
+    )
+    assert "no fp8 units" not in str(made())
+
+
+def test_check_of_a_step_without_a_program():
+    report = halfstep.PreflightReport((entry(products=None, notes=("the compiler gave up",)),))
+    with pytest.raises(halfstep.LintError, match=r"there is no program .*: the compiler gave up"):
+        report.check(f8=0.1)
+    assert report.entries[0].f8 is None
+    assert report.entries[0].to_dict()["f8"] is None
+
+
+def test_text_html_and_json():
+    text = str(made())
+    assert "h100    f8    3 of 6 contractions" in text
+    assert "not 1: float32[4,4] x float32[4,4]" in text
+    assert "3 of 6 contractions, 50 % of the FLOPs" in made().detail()
+    page = made()._repr_html_()
+    assert "3 of 6 contractions" in page
+    assert "the recipe rounds to few bits" in page
+    assert page.count("<tr") == page.count("</tr>")
+    (read,) = json.loads(made().to_json())["entries"]
+    assert read["f8"] == {"count": 3, "total": 6, "flops": 0.5, "eligible": 0.6, "units": True}
+    assert [product["in_f8"] for product in read["products"]].count(True) == 1
+
+
+def test_without_a_recipe_nothing_is_said_of_it():
+    report = halfstep.PreflightReport((entry(),))
+    assert "fp8" not in str(report)
+    assert "fp8" not in report._repr_html_()
+    assert "fp8" not in report.detail()
+
+
+def test_a_long_list_is_cut():
+    other = next(product for product in analyze(MIXED).products if not product.of_recipe)
+    many = tuple(dataclasses.replace(other, name=str(number)) for number in range(9))
+    report = halfstep.PreflightReport((entry(products=(*analyze(MIXED).products, *many)),))
+    assert "not 6 more" in str(report)
+    assert str(report).count("  not 1: ") == 6
+    assert report.detail().count("not in fp8") == 12
+
+
+def test_which_targets_have_units():
+    with_units = {name for name, found in ACCELERATORS.items() if "float8" in found.peak_flops}
+    assert with_units >= {"h100", "h200", "b200", "l4", "rtx4070", "tpu7x"}
+    assert not with_units & {"a100-40gb", "a100-80gb", "v4", "v5e", "v5p", "v6e"}
+
+
+# By the compilers.
+
+
+def loss(params: Any, x: Any) -> Any:
+    with jax.named_scope("mlp"):
+        hidden = jax.nn.gelu(x @ params["up"])
+        return jnp.mean((hidden @ params["down"]) ** 2)
+
+
+def compiled(target: str, policy: str, **settings: Any) -> halfstep.PreflightReport:
+    def step(params: Any, x: Any) -> Any:
+        grads = halfstep.filter_grad(loss, policy=policy)(params, x)[2]
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+
+    params = {
+        "up": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+        "down": jax.ShapeDtypeStruct((512, 256), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    return halfstep.preflight(step, (params, x), targets=target, donate_argnums=0, **settings)
+
+
+TARGETS = [
+    pytest.param("h100", "cuda", id="h100"),
+    pytest.param("b200", "cuda", id="b200"),
+    pytest.param("tpu7x", "tpu", id="tpu7x", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("target", "platform"), TARGETS)
+@pytest.mark.usefixtures("own_cache")
+def test_all_products_of_a_dense_model(target: str, platform: str):
+    """Two forward, and three backward: the batch has no gradient."""
+    need(platform)
+    report = compiled(target, "f8")
+    report.check(f8=1.0)
+    found = report[target].f8
+    assert found is not None
+    assert (found.count, found.total, found.flops, found.units) == (5, 5, 1.0, True)
+    assert "5 of 5 contractions  100 %" in str(report)
+    lines = {product.source for product in report[target].products or ()}
+    assert len(lines) == 2
+    assert all(line.startswith("test_f8.py:") for line in lines)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_products_by_the_library():
+    need("cuda")
+    report = compiled("h100", "f8", gemm="library")
+    report.check(f8=1.0)
+    assert "__cublas$lt$matmul$f8" in report["h100"].hlo
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_what_misses_on_an_h100():
+    need("cuda")
+    half = compiled("h100", "bf16")
+    assert half["h100"].f8 is not None
+    assert (half["h100"].f8.count, half["h100"].f8.total) == (0, 5)
+    with pytest.raises(halfstep.LintError, match='policy="f8"'):
+        half.check(f8=1.0)
+    blocks = compiled("h100", "mxfp8")
+    with pytest.raises(halfstep.LintError, match="multiplies in bfloat16") as caught:
+        blocks.check(f8=1.0)
+    assert str(caught.value).count("test_f8.py:") == 5
+    # The recipe leaves the gradients of weights in 16 bits.
+    rows = compiled("h100", "f8-row-gw")
+    rows.check(f8=1.0)
+    assert rows["h100"].f8 is not None
+    assert (rows["h100"].f8.count, rows["h100"].f8.total) == (3, 5)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_what_a_gpu_without_units_makes_of_it():
+    need("cuda")
+    report = compiled("a100-80gb", "f8")
+    assert report["a100-80gb"].f8 is not None
+    assert (report["a100-80gb"].f8.count, report["a100-80gb"].f8.total) == (0, 5)
+    for product in report["a100-80gb"].products or ():
+        # Some in bfloat16, and some in float16.
+        assert re.fullmatch(
+            "the compiler multiplies in b?float16 what the recipe wrote in 8 bits", product.why_not
+        )
+    with pytest.raises(halfstep.LintError, match="a100-80gb has no fp8 units"):
+        report.check(f8=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_a_tpu_without_units():
+    need("tpu")
+    report = compiled("v5e", "f8")
+    assert report["v5e"].f8 is not None
+    assert (report["v5e"].f8.count, report["v5e"].f8.units) == (5, False)
+    with pytest.raises(halfstep.LintError, match="v5e has no fp8 units"):
+        report.check(f8=1.0)
