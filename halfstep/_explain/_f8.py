@@ -119,7 +119,8 @@ def fix(entry: ExplainEntry, recipe: Recipe) -> str:
     scope = entry.scope or "head"
     name = "" if entry.scope else f'put it into `jax.named_scope("{scope}")` and '
     aside = f'{name}leave it in 16 bits: `rules=("op:{entry.name}@{scope}=compute",)`.'
-    return f"pad it to a multiple; or {aside}" if "no multiple of" in why else aside
+    padded = f"pad it to a multiple of {recipe.multiple_of}; or "
+    return f"{padded}{aside}" if "no multiple of" in why else aside
 
 
 def _flops(entries: Sequence[ExplainEntry]) -> int:
