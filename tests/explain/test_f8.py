@@ -12,6 +12,9 @@ import pytest
 
 import halfstep
 from halfstep._autocast._table import CONTRACTIONS
+from halfstep._explain._call import Call
+from halfstep._explain._residuals import by_dtype, residuals
+from halfstep._explain._sources import Finder
 from halfstep._jaxprs import equations
 from tests.explain._functions import shape
 from tests.explain.test_report import Balanced
@@ -239,3 +242,14 @@ def test_legs_that_are_not_quantized_are_named():
     made = halfstep.explain(dense, "f8-row-gw")(PARAMS, X)
     (why,) = {entry.reason for entry in made.operations if entry.is_contraction}
     assert why == "f8-row-gw: e4m3, weight gradient bf16, per row"
+
+
+@pytest.mark.parametrize("recipe", ["f8-delayed", "nvfp4"])
+def test_state_that_is_made_up_is_like_real_state(recipe: str):
+    key = {"key": jax.random.key(0)} if halfstep.RECIPES[recipe].is_random else {}
+    scaling = halfstep.RECIPES[recipe].init(dense, PARAMS, X, calibrate=False, **key)
+    lowered = halfstep.autocast(dense, recipe, scaling=scaling)
+    real = residuals(Call(lowered, (PARAMS, X), {}), [0], Finder())
+    totals = report(dense, recipe).totals
+    assert totals.stored == by_dtype([found for found in real if not found.of_argument])
+    assert totals.stored_casts == by_dtype([found for found in real if found.of_argument])
