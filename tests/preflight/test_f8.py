@@ -241,7 +241,7 @@ def compiled(target: str, policy: str, **settings: Any) -> halfstep.PreflightRep
 TARGETS = [
     pytest.param("h100", "cuda", id="h100"),
     pytest.param("b200", "cuda", id="b200"),
-    pytest.param("tpu7x", "tpu", id="tpu7x", marks=pytest.mark.slow),
+    pytest.param("tpu7x", "tpu", id="tpu7x"),
 ]
 
 
@@ -303,7 +303,6 @@ def test_what_a_gpu_without_units_makes_of_it():
         report.check(f8=1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_tpu_without_units():
     need("tpu")
