@@ -24,4 +24,4 @@ def test_the_page_shows_what_its_code_prints():
         with contextlib.redirect_stdout(out):
             exec(compile(text, "train.py", "exec"), namespace)
         printed = out.getvalue()
-    assert shown == 4
+    assert shown == 8
