@@ -32,6 +32,20 @@ class SiteState(eqx.Module):
         seen: In the last step, of the same three: the largest magnitude, and which parts were
             saturated and flushed to zero.
         degraded: For how many steps in a row too much was lost.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        w, x = jnp.ones((32, 64)), jnp.ones((16, 32))
+        scaling = halfstep.RECIPES["f8"].init(lambda w, x: jnp.sum(x @ w), w, x)
+        gradient = halfstep.filter_grad(lambda w, x: jnp.sum(x @ w), scaling, policy="f8")
+        site = gradient(w, x)[0].sites["dot_general.0"]
+        activation, weight, gradient = site.seen
+        assert weight[0] == 1
+        assert activation[1] == activation[2] == 0
+        ```
     """
 
     history: Float32[Array, "*turns steps 3"]
@@ -125,7 +139,9 @@ class F8Scaling(AbstractLossScaling):
     def slots(self, probes: Mapping[str, Array]) -> dict[str, Any]:
         """What each product gets."""
         made: dict[str, Any] = {}
-        for number, (name, site) in enumerate(self.sites.items()):
+        # JAX sorts the names of a dictionary wherever it rebuilds one.
+        for number, name in enumerate(sorted(self.sites)):
+            site = self.sites[name]
             if name in self.off:
                 made[name] = OFF
                 continue
@@ -141,7 +157,8 @@ class F8Scaling(AbstractLossScaling):
         limits = (first.max, second.max, min(most, default=1.0))
         # Gradients are as large as the loss is scaled.
         sizes = jnp.stack([jnp.ones(()), jnp.ones(()), jnp.asarray(self.loss_scaling)])
-        amax = jnp.max(site.history, axis=-2) * sizes * 2.0**self.recipe.margin
+        seen = jnp.max(site.history, axis=-2)
+        amax = seen * _like(sizes, seen) * 2.0**self.recipe.margin
         return jnp.stack([power_of_two(amax[..., i], limits[i]) for i in range(3)], axis=-1)
 
     def _keys(self, site: SiteState, number: int) -> Array | None:
@@ -172,15 +189,15 @@ class F8Scaling(AbstractLossScaling):
     def _recorded(self, site: SiteState, seen: Array, good: Array) -> SiteState:
         scale = jnp.asarray(self.loss_scaling)
         sizes = jnp.stack([jnp.ones(()), jnp.ones(()), 1 / scale]).astype(jnp.float32)
-        amax = seen[..., 0] * sizes
+        amax = seen[..., 0] * _like(sizes, seen[..., 0])
         history = site.history
         if self.recipe.history:
             pushed = jnp.concatenate([amax[..., None, :], history[..., :-1, :]], axis=-2)
             # Nothing was seen where a branch was not taken.
             valid = good & (amax > 0) & jnp.isfinite(amax)
             history = jnp.where(valid[..., None, :], pushed, history)
-        lost = seen[..., 1:] > jnp.asarray([self.recipe.saturated, self.recipe.flushed])
-        worse = jnp.any(lost, axis=(-1, -2))
+        most = jnp.asarray([self.recipe.saturated, self.recipe.flushed])
+        worse = jnp.any(seen[..., 1:] > _like(most, seen[..., 1:]), axis=(-1, -2))
         degraded = jnp.where(worse, site.degraded + 1, 0)
         return SiteState(
             history=history,
@@ -206,6 +223,11 @@ class F8Scaling(AbstractLossScaling):
             and int(np.max(np.asarray(site.degraded), initial=0)) >= self.recipe.patience
         )
         return dataclasses.replace(self, off=(*self.off, *bad)) if bad else self
+
+
+def _like(vector: Array, array: Array) -> Array:
+    """A vector for the last axis of an array, with as many axes: nothing is spread silently."""
+    return vector.reshape((1,) * (array.ndim - 1) + vector.shape)
 
 
 def init(

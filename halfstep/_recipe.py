@@ -39,6 +39,15 @@ class Factor:
         rotate: Whether blocks are multiplied by a Hadamard matrix with random signs first, which
             spreads outliers. The other factor of the product is rotated alike, so the product
             stays what it was.
+
+    Example:
+        ```python
+        import halfstep
+
+        block = halfstep.Factor(element="e4m3", per="block", size=32)
+        assert block == halfstep.RECIPES["mxfp8"].forward[0]
+        assert block.max == 448
+        ```
     """
 
     element: Element

@@ -36,7 +36,7 @@ def test_the_issue_of_names():
 def test_another_compute_dtype():
     policy = Policy.parse("p=f32,c=f16,o=f32,recipe=f8-row")
     assert (policy.compute, policy.recipe) == (np.dtype(np.float16), RECIPES["f8-row"])
-    with pytest.raises(ValueError, match="for a compute dtype of 16 bits.*got compute='f32'"):
+    with pytest.raises(ValueError, match=r"for a compute dtype of 16 bits.*got compute='f32'"):
         Policy(compute="f32", recipe="f8")
     with pytest.raises(ValueError, match="leave out `rules`, `accumulate` and `recipe`"):
         Policy.parse("f8:inputs")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._arguments import listed
-from halfstep._autocast._f8._site import Slot
+from halfstep._autocast._f8._site import Off, Slot
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._run import run
 from halfstep._autocast._sites import placed
@@ -109,7 +109,7 @@ def rewritten(
     params: Collection[int | str],
     keep: Sequence[str] = (),
     every_rule: bool = True,
-    state: Mapping[str, Slot] | None = None,
+    state: Mapping[str, Slot | Off] | None = None,
 ) -> Callable[..., Any]:
     """A function whose operations run as the settings say.
 

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halfstep._autocast._f8._site import Site, Slot
+from halfstep._autocast._f8._site import Off, Site, Slot
 from halfstep._autocast._f8._slots import Slots
 from halfstep._autocast._types import Plan, inner_plans
 from halfstep._rules import plain_scope
@@ -50,7 +50,8 @@ def check_sites(have: Sequence[str], want: Sequence[str]) -> None:
     if sorted(have) == sorted(want):
         return
     missing = [name for name in want if name not in have]
-    unknown = [name for name in have if name not in want]
+    # JAX sorts the names of a dictionary wherever it rebuilds one.
+    unknown = sorted(set(have) - set(want))
     parts = [
         f"{what} {', '.join(map(repr, names))}"
         for what, names in (("no state for", missing), ("and state for", unknown))
@@ -63,13 +64,13 @@ def check_sites(have: Sequence[str], want: Sequence[str]) -> None:
     )
 
 
-def placed(plan: Plan, state: Mapping[str, Slot]) -> Slots:
+def placed(plan: Plan, state: Mapping[str, Slot | Off]) -> Slots:
     """What each product gets, where it is."""
     check_sites(tuple(state), tuple(found.name for found in named_sites(plan)))
     return _placed(plan, iter([state[found.name] for found in named_sites(plan)])) or {}
 
 
-def _placed(plan: Plan, slots: Iterator[Slot]) -> Slots | None:
+def _placed(plan: Plan, slots: Iterator[Slot | Off]) -> Slots | None:
     made: dict[int, Any] = {}
     for index, (node, decision) in enumerate(zip(plan.graph.nodes, plan.decisions, strict=True)):
         if decision.site is not None and plan.settings.has_state:

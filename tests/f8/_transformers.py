@@ -181,7 +181,8 @@ def _haiku_block(x: Any) -> Any:
 def _haiku(ids: Any) -> Any:
     init = hk.initializers.RandomNormal(0.02)
     x = hk.Embed(VOCABULARY, WIDTH, w_init=init)(ids)
-    x = hk.experimental.layer_stack(LAYERS)(hk.remat(_haiku_block))(x)
+    stack: Any = hk.experimental  # pyright: ignore[reportPrivateImportUsage]
+    x = stack.layer_stack(LAYERS)(hk.remat(_haiku_block))(x)
     x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     return hk.Linear(VOCABULARY, w_init=init)(x)
 

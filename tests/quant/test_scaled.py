@@ -1,5 +1,6 @@
 """Factors in few bits: scales, saturation, blocks, rotation."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -91,7 +92,7 @@ def test_stochastic_rounding_is_unbiased(dtype: str):
 
 
 def test_stochastic_rounding_needs_a_key():
-    factor = RECIPES["nvfp4"].input_gradient[0]
+    factor = dataclasses.replace(FP4, rounding="stochastic")
     with pytest.raises(ValueError, match="stochastic rounding needs a key"):
         _scaled.saturated(jnp.ones((4,)), factor)
 
@@ -153,7 +154,7 @@ def test_rotation_keeps_products(seed: int, length: int):
     turned = [_scaled.rotated(value, 16, key=keys[2]) for value in (left, right)]
     products = [jnp.einsum("brn,bsn->brs", *pair) for pair in ((left, right), turned)]
     # A sum of `length` products, each rotated once: float32's steps at their size.
-    bound = length * np.finfo(np.float32).eps * float(jnp.max(jnp.abs(left))) * 16
+    bound = float(length * np.finfo(np.float32).eps * float(jnp.max(jnp.abs(left))) * 16)
     np.testing.assert_allclose(products[0], products[1], rtol=0, atol=bound)
     back = _scaled.rotated(turned[0], 16, key=keys[2], back=True)
     np.testing.assert_allclose(back, left, rtol=0, atol=bound)

@@ -261,7 +261,8 @@ class Site:
             later = self._later(1 - place)
             against = read(other, later, turned, self.shapes[1 - place], self.compute)
         # Of the dtype in which it is to come out: JAX casts to it.
-        missing = ad.UndefinedPrimal(jax.core.ShapedArray(self.shapes[place], dtype))
+        aval: Any = jax.typeof(against)
+        missing = ad.UndefinedPrimal(aval.update(shape=self.shapes[place], dtype=dtype))
         factors = [missing, against] if place == 0 else [against, missing]
         options = {**dict(self.options), "preferred_element_type": dtype}
         made = ad.primitive_transposes[self.contraction](given, *factors, *rest, **options)[place]
@@ -358,7 +359,9 @@ def _differentiable(site: Site) -> Callable[..., Any]:
             )
             if not moving:
                 return made, jnp.zeros_like(made)
-            residuals = (kept, rest, slot, seen)
+            # What one factor's gradient needs of the other.
+            needed = tuple(kept[place] if 1 - place in moving else None for place in (0, 1))
+            residuals = (needed, rest, slot, seen)
             linears = [tangents[place] for place in moving]
             return made, linear(_Derivative(site, moving), residuals, linears)
 
