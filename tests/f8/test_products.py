@@ -110,8 +110,14 @@ CONTRACTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", STATELESS)
-@pytest.mark.parametrize("which", CONTRACTIONS)
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        pytest.param(which, name, marks=() if name in ("f8", "mxfp8") else pytest.mark.slow)
+        for which in CONTRACTIONS
+        for name in STATELESS
+    ],
+)
 def test_every_contraction(which: str, name: str):
     func, of_weight, of_input = CONTRACTIONS[which]
     w, x = normal(0, *of_weight), normal(1, *of_input)
