@@ -98,7 +98,9 @@ def _contraction(
     decision = make(Rule.COMPUTE, settings.compute, out, barrier=True)
     if settings.recipe is None:
         return decision
-    site = site_of(node, graph, kinds, settings, chosen, FLOAT32 if wide else settings.compute)
+    # How a result is handed on does not say what it is made of.
+    by = "" if rule is Rule.ACCUMULATE else chosen
+    site = site_of(node, graph, kinds, settings, by, FLOAT32 if wide else settings.compute)
     if isinstance(site, str):
         return dataclasses.replace(decision, refusal=site)
     return dataclasses.replace(decision, site=site)

@@ -257,6 +257,12 @@ def test_which_products_are_none():
     assert refusals(lambda w, x: x @ w, w, normal(1, 16, 32), policy="f8,op:dot*=compute") == [
         "the rule 'op:dot*=compute'"
     ]
+    low = halfstep.autocast(lambda w, x: x @ w, "f8,op:dot*=accumulate")
+    assert refusals(lambda w, x: x @ w, w, normal(1, 16, 32), policy="f8,op:dot*=accumulate") == [
+        "in few bits"
+    ]
+    made = jax.jit(low)(w, normal(1, 16, 32))
+    assert (made != made.astype(jnp.bfloat16).astype(jnp.float32)).any()
     kernel, image = normal(0, 16, 16, 3, 3), normal(1, 1, 16, 8, 8)
     assert refusals(conv, kernel, image, policy="mxfp8") == [
         "a convolution has one scale for each tensor"
