@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from examples._plot import STYLES, draw
+from examples._plot import STYLES, draw, smooth
 
 # In the lower panel the two lie on one another, with bands around both.
 APART: Mapping[str, Any] = {"linewidth": 1.6}
@@ -24,12 +24,17 @@ OTHERS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Of optimizers."""
+# For many, of which each is one line: also told apart without color by their ends in the legend.
+COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#8c6d31", "#000000")
+MANY = 4
+WINDOW = 21
+"""How many means of steps a running mean is of, where single ones would hide one another."""
 
 
 def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draw a report of `benchmarks.training`, or of one like it."""
-    styles = {run["policy"]: {**STYLES, **OTHERS}[run["policy"]] for run in made["runs"]}
-    first = next(iter(styles))
+    styles = styles_of(list(dict.fromkeys(run["policy"] for run in made["runs"])))
+    first, many = next(iter(styles)), len(styles) > MANY
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     panels = figure.subplots(
         2, len(made["tasks"]), squeeze=False, sharex="col", height_ratios=(2, 1.15)
@@ -44,9 +49,12 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
         steps = (np.arange(curves[first].shape[1]) + 0.5) * made["every"]
         losses, apart = panels[:, column]
         for policy, style in styles.items():
-            draw(losses, steps, curves[policy], style)
+            rows = curves[policy]
+            draw(losses, steps, rows.mean(axis=0, keepdims=True) if many else rows, style)
             if policy != first:
                 percent = 100 * (curves[policy] / curves[first] - 1)
+                if many:
+                    percent = smooth(percent.mean(axis=0, keepdims=True), WINDOW)
                 draw(apart, steps, percent, {**style, **APART, "label": "_"})
         guess(losses, about["guessing"])
         bar(apart, made["bar_percent"])
@@ -77,6 +85,17 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def styles_of(policies: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """How each is drawn; of many the first is wide and light, below the others."""
+    if len(policies) <= MANY:
+        return {policy: {**STYLES, **OTHERS}[policy] for policy in policies}
+    first, *others = policies
+    made: dict[str, Mapping[str, Any]] = {first: {**STYLES["f32"], "label": first}}
+    for policy, color in zip(others, COLORS, strict=True):
+        made[policy] = {**STYLES["bf16"], "color": color, "linewidth": 1.2, "label": policy}
+    return made
 
 
 def guess(axes: Axes, height: float) -> None:

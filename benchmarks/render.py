@@ -313,15 +313,23 @@ def optim_training(result: dict[str, Any]) -> str:
     )
 
 
-def _trained(result: dict[str, Any], image: str) -> str:
+def fp8_training(result: dict[str, Any]) -> str:
+    return _trained(
+        result,
+        "![Loss of the recipes, and the difference to bfloat16](images/fp8_training.png)",
+        base="bf16",
+    )
+
+
+def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
     first = result["results"][0]["policy"]
     columns = {
         "task": "task",
-        "policy": "policy" if first == "f32" else "optimizer",
+        "policy": "policy" if first == base else "optimizer",
         "final_loss": "final loss",
-        "final": "to f32",
+        "final": f"to {base}",
         "held_out_loss": "held-out loss",
-        "held_out": "to f32",
+        "held_out": f"to {base}",
         "accuracy": "accuracy",
     }
     rows, scales = [], []
@@ -351,12 +359,13 @@ def _trained(result: dict[str, Any], image: str) -> str:
         f"{about['steps']} steps of batch {about['batch']} ({task})"
         for task, about in result["tasks"].items()
     )
+    exact = "float32" if base == "f32" else "bfloat16"
     guesses = " and ".join(f"{about['guessing']:.2f}" for about in result["tasks"].values())
     text = (
         f"Means of {seeds} seeds after {trained}. The final loss is the mean of the last "
         f"{100 * result['tail']:.0f} % of the steps. The best guess that does not look at its "
-        f"input has a loss of {guesses}. Of single seeds, the differences to float32 lie between "
-        f"{min(ranges):+.2f} and {max(ranges):+.2f} %."
+        f"input has a loss of {guesses}. Of single seeds, the differences to {exact} lie "
+        f"between {min(ranges):+.2f} and {max(ranges):+.2f} %."
     )
     scaled = [
         "A step that float16 skips leaves it one update behind; the picture marks where. "
@@ -414,6 +423,7 @@ RENDERERS = (
     autocast,
     training,
     optim_training,
+    fp8_training,
     optimizers,
     optim_cpu,
     release,

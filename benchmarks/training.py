@@ -209,9 +209,9 @@ def show(made: Mapping[str, Any], file: TextIO) -> None:
         "task": "task",
         "policy": "policy",
         "final_loss": "loss",
-        "final_percent": "% to f32",
+        "final_percent": "% to first",
         "held_out_loss": "held out",
-        "held_out_percent": "% to f32",
+        "held_out_percent": "% to first",
         "accuracy_percent": "accuracy %",
         "skipped": "skipped",
         "loss_scales": "scales",
@@ -231,6 +231,8 @@ def run(
     options: argparse.ArgumentParser,
     argv: Sequence[str] | None,
     make: Callable[[bool], dict[str, Any]],
+    *,
+    bar_percent: float = BAR_PERCENT,
 ) -> int:
     """The command: where the report comes from, and where it goes."""
     options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the curves")
@@ -241,6 +243,7 @@ def run(
         made = json.loads(pathlib.Path(parsed.source).read_text())
     else:
         made = make(parsed.quick)
+    made["bar_percent"] = bar_percent
     if parsed.json == "-":
         print(to_json(made))
     elif parsed.json:
