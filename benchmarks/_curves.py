@@ -71,6 +71,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
             xycoords=("data", "axes fraction"),
             ha="center",
             fontsize=9,
+            bbox={"facecolor": "#f2f2f2", "edgecolor": "none", "pad": 1.5},
         )
         skips(apart, [run for run in runs if run["skipped"]])
         losses.set_title(task)
