@@ -16,6 +16,7 @@ from halfstep._rules import PrecisionRule, as_rule
 
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]
+Residuals = Literal["e4m3", "e5m2"]
 
 _KEYS = MappingProxyType(
     {
@@ -49,6 +50,9 @@ class Policy:
             or float32 for those that may leave the range of float16.
         recipe: How products of activations and weights are computed in 8 or 4 bits: a `Recipe`, or
             the name of one of `RECIPES`.
+        residuals: `"e4m3"` or `"e5m2"`: what is kept for the backward pass, factors of products and
+            what islands are computed again from, is kept in 8 bits, each row with a scale. The
+            forward pass does not change. `None` keeps it in the compute dtype.
         mode: `"autocast"`, operation by operation; or `"inputs"`, where all arguments are cast and
             the function runs with what it gets, as in the MPX paper.
 
@@ -74,6 +78,7 @@ class Policy:
     rules: tuple[PrecisionRule, ...]
     accumulate: np.dtype | None
     recipe: Recipe | None
+    residuals: Residuals | None
     mode: Mode
 
     def __init__(
@@ -86,6 +91,7 @@ class Policy:
         rules: Sequence[PrecisionRule | str] = (),
         accumulate: DTypeLike | None = None,
         recipe: Recipe | str | None = None,
+        residuals: Residuals | None = None,
         mode: Mode = "autocast",
     ):
         if isinstance(keep, str):
@@ -104,6 +110,7 @@ class Policy:
             "rules": tuple(map(as_rule, rules)),
             "accumulate": _accumulator(accumulate, parse_dtype(compute)),
             "recipe": as_recipe(recipe),
+            "residuals": residuals,
             "mode": mode,
         }
         if mode == "inputs" and (values["rules"] or values["accumulate"] or values["recipe"]):
@@ -115,6 +122,12 @@ class Policy:
             raise ValueError(
                 f"the recipe {values['recipe'].name!r} is for a compute dtype of 16 bits, in which "
                 f"all else runs; got compute={dtype_name(values['compute'])!r}."
+            )
+        if residuals is not None and residuals not in get_args(Residuals):
+            raise ValueError(f"`residuals` is 'e4m3', 'e5m2' or None; got {residuals!r}.")
+        if residuals is not None and (values["compute"].itemsize != 2 or mode == "inputs"):
+            raise ValueError(
+                "`residuals` is for autocast to 16 bits: leave it out, or choose compute='bf16'."
             )
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -148,7 +161,7 @@ class Policy:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key == "keep" and equals:
                 keep.append(value)
-            elif key == "recipe" and equals and key not in fields:
+            elif key in ("recipe", "residuals") and equals and key not in fields:
                 fields[key] = value
             elif key.startswith(("op:", "scope:")):
                 rules.append(part)
@@ -159,7 +172,8 @@ class Policy:
                 raise ValueError(
                     f"{part.strip()!r} in the policy {text!r} {problem}; required parts such as "
                     "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state', "
-                    "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32', 'recipe=f8'."
+                    "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32', 'recipe=f8', "
+                    "'residuals=e4m3'."
                 )
         fields.setdefault("param", "f32")
         fields.setdefault("compute", fields["param"])
@@ -177,6 +191,8 @@ class Policy:
             parts.append(f"accumulate={dtype_name(self.accumulate)}")
         if self.recipe is not None:
             parts.append(f"recipe={self.recipe.name}")
+        if self.residuals is not None:
+            parts.append(f"residuals={self.residuals}")
         return ",".join(parts) + (":inputs" if self.mode == "inputs" else "")
 
     def __repr__(self) -> str:

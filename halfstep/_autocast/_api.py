@@ -18,6 +18,7 @@ from halfstep._autocast._types import FLOAT32, Settings
 from halfstep._autocast._unmatched import check_rules
 from halfstep._formats import DTypeLike, dtype_name, parse_dtype
 from halfstep._policy import Policy, as_policy
+from halfstep._recipe import Factor
 
 
 def autocast(
@@ -166,6 +167,7 @@ def settings_of(
         policy.accumulate is not None,
         _reduce_dtype(reduce_dtype, policy.compute),
         policy.recipe,
+        None if policy.residuals is None else Factor(element=policy.residuals, per="row"),
     )
 
 

@@ -18,6 +18,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from halfstep._autocast._calls import RECOMPUTED
 from halfstep._autocast._derivatives import zero_tangent
+from halfstep._autocast._kept import keep, restore
+from halfstep._recipe import Factor
 
 
 class Place(enum.Enum):
@@ -39,17 +41,20 @@ class Place(enum.Enum):
 Function = Callable[..., tuple[Any, ...]]
 
 
-def recomputed(func: Function, *, barred: bool) -> Function:
+def recomputed(func: Function, *, barred: bool, kept: Factor | None = None) -> Function:
     """A function whose inside is computed again for its derivatives.
 
     Args:
         func: A function of arrays, without effects.
         barred: Whether XLA must be kept from merging both computations into one.
+        kept: How its arguments are kept, if not as they are.
 
     Returns:
         A function with the same results, whose derivatives store nothing but its arguments.
     """
-    return _barred(func) if barred else jax.checkpoint(func, prevent_cse=False)
+    if not barred and kept is None:
+        return jax.checkpoint(func, prevent_cse=False)
+    return _again(func, barred=barred, kept=kept)
 
 
 def _traced_once(func: Function) -> Function:
@@ -66,7 +71,7 @@ def _traced_once(func: Function) -> Function:
     return call
 
 
-def _barred(func: Function) -> Function:
+def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
     func = _traced_once(func)
 
     @jax.custom_jvp
@@ -75,10 +80,11 @@ def _barred(func: Function) -> Function:
 
     # Traced once, however often it is called: layers that are written out share it.
     @functools.cache
-    def pushing(moving: tuple[int, ...]) -> Callable[..., Any]:
+    def pushing(moving: tuple[int, ...], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             # Of these everything is made again, so that nothing else has to be stored.
-            held = jax.lax.optimization_barrier(list(primals))
+            held = jax.lax.optimization_barrier(list(primals)) if barred else list(primals)
+            held = [restore(value, dtype) for value, dtype in zip(held, dtypes, strict=True)]
 
             def moved(*values: Any) -> tuple[Any, ...]:
                 given = list(held)
@@ -87,7 +93,7 @@ def _barred(func: Function) -> Function:
                 return func(*given)
 
             _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
-            return _barred_but_on_tpu(made)
+            return _barred_but_on_tpu(made) if barred else made
 
         return jax.checkpoint(push, prevent_cse=False)
 
@@ -96,7 +102,9 @@ def _barred(func: Function) -> Function:
         results = outer(*primals)
         if not moving:
             return results, tuple(map(zero_tangent, results))
-        return results, pushing(moving)(list(primals), [tangents[i] for i in moving])
+        dtypes = tuple(primal.dtype for primal in primals)
+        held = list(primals) if kept is None else [keep(primal, kept) for primal in primals]
+        return results, pushing(moving, dtypes)(held, [tangents[i] for i in moving])
 
     outer.defjvp(rule, symbolic_zeros=True)
     return outer

@@ -19,6 +19,7 @@ from halfstep._autocast._f8._site import OFF
 from halfstep._autocast._f8._slots import Slots
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
+from halfstep._autocast._kept import contract_kept
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
@@ -173,10 +174,13 @@ def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[An
     if decision.rule is Rule.COMPUTE and node.name in CONTRACTIONS:
         wide = [operand.dtype == FLOAT32 for operand in operands[:2]]
         out = FLOAT32 if Kind.WIDE in decision.outs else decision.dtype
+        reduce = plan.settings.reduce or decision.dtype
+        gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
+        types: Any = {"compute": decision.dtype, "out": out, "gradients": gradients}
+        kept = plan.settings.residuals
+        if kept is not None:
+            return [contract_kept(node.primitive, params, operands, **types, factor=kept)]
         if any(wide) or out == FLOAT32:
-            reduce = plan.settings.reduce or decision.dtype
-            gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
-            types: Any = {"compute": decision.dtype, "out": out, "gradients": gradients}
             return [contract(node.primitive, params, operands, **types)]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
@@ -222,7 +226,7 @@ def _run_island(env: _Environment, island: Island) -> None:
 
     inputs = [env.read(number, dtype) for number, dtype in island.reads]
     barred = env.place is not Place.LOOP and not last
-    func = recomputed(inside, barred=barred)
+    func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
     results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)
     for (number, dtype), result in zip(island.outputs, results, strict=True):
         if number in env.values:

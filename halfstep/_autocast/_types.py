@@ -10,7 +10,7 @@ from halfstep._autocast._f8._site import Site
 from halfstep._autocast._graph import Constant, Graph, Operand
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._table import Rule
-from halfstep._recipe import Recipe
+from halfstep._recipe import Factor, Recipe
 from halfstep._rules import PrecisionFunction, PrecisionRule
 
 FLOAT32 = np.dtype(np.float32)
@@ -29,6 +29,8 @@ class Settings:
     """The dtype in which gradients of parameters come out of contractions, if it is another."""
     recipe: Recipe | None = None
     """How products of weights are computed in few bits, if they are."""
+    residuals: Factor | None = None
+    """How what is kept for the backward pass is written, if not in the compute dtype."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not into a `shard_map` or a `while`."""
 
