@@ -22,8 +22,8 @@ LEAST = {
 }
 
 
-# Beside one recipe in every framework.
-FAST = (("linen", "f8-row"), ("linen", "mxfp8"))
+# One recipe in three frameworks, and one with blocks; all others are for before a release.
+FAST = (("equinox", "f8"), ("linen", "f8"), ("nnx", "f8"), ("linen", "mxfp8"))
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def test_every_recipe_has_a_bar():
         pytest.param(
             framework,
             name,
-            marks=() if name == "f8" or (framework, name) in FAST else pytest.mark.slow,
+            marks=() if (framework, name) in FAST else pytest.mark.slow,
         )
         for framework in CASES
         for name in RECIPES

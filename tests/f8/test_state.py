@@ -162,6 +162,7 @@ def test_a_branch_that_is_not_taken_keeps_its_history():
     same(after.sites[taken].history, state.sites[taken].history)
 
 
+@pytest.mark.slow
 def test_a_hundred_layers():
     params = made(100)
     state = DELAYED.init(loss, params, X)
