@@ -258,14 +258,17 @@ def filter_value_and_grad(
     recipe_state = scaling if isinstance(scaling, F8Scaling) else None
     _check_recipe(policy, recipe_state)
 
-    def run(probes: Any, *args: Any, **kwargs: Any) -> Any:
-        if not rewrites:
-            return func(*args, **kwargs)
+    settings: Any = None
+    if rewrites:
         settings = settings_of(
             policy,
             islands=islands,
             reduce_dtype=_contraction_dtype(wire, policy.compute, axes),
         )
+
+    def run(probes: Any, *args: Any, **kwargs: Any) -> Any:
+        if not rewrites:
+            return func(*args, **kwargs)
         state = None if recipe_state is None else recipe_state.slots(probes)
         call = rewritten(func, settings, params=listed(params), keep=rules, state=state)
         return call(*args, **kwargs)

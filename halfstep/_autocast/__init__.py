@@ -7,6 +7,6 @@ from halfstep._autocast._api import (
     settings_of as settings_of,
 )
 from halfstep._autocast._f8._site import OFF as OFF, Slot as Slot
-from halfstep._autocast._sites import named_sites as named_sites
+from halfstep._autocast._sites import check_sites as check_sites, named_sites as named_sites
 from halfstep._autocast._table import GROUPS as GROUPS, TABLE as TABLE, Rule as Rule
 from halfstep._autocast._trace import trace as trace

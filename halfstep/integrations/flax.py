@@ -22,6 +22,8 @@ from typing import Any
 import flax.serialization
 import jax.numpy as jnp
 
+from halfstep._autocast import check_sites
+from halfstep._f8_scaling import F8Scaling, SiteState
 from halfstep._ledger import Ledger
 from halfstep._scaling import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from halfstep._verdict import Verdict
@@ -88,4 +90,42 @@ def _register(*owners: type) -> None:
         )
 
 
-_register(DynamicLossScaling, StaticLossScaling, NoLossScaling, Ledger, Verdict)
+def _recipe_to_state_dict(node: F8Scaling) -> dict[str, Any]:
+    return {
+        "loss": flax.serialization.to_state_dict(node.loss),
+        "sites": {
+            name: flax.serialization.to_state_dict(site) for name, site in node.sites.items()
+        },
+        "key": node.key,
+        "step": node.step,
+        "recipe": node.recipe.name,
+        "off": list(node.off),
+    }
+
+
+def _recipe_from_state_dict(target: F8Scaling, state: Any) -> F8Scaling:
+    if state["recipe"] != target.recipe.name:
+        raise ValueError(
+            f"{_where('recipe', F8Scaling)} must be {target.recipe.name!r}, as in the target; the "
+            f"saved one is {state['recipe']!r}. Restore into a target made the way the saved one "
+            "was."
+        )
+    check_sites(list(state["sites"]), list(target.sites))
+    return F8Scaling(
+        loss=flax.serialization.from_state_dict(target.loss, state["loss"]),
+        sites={
+            name: flax.serialization.from_state_dict(site, state["sites"][name])
+            for name, site in target.sites.items()
+        },
+        key=_restore_array(state["key"], target.key, "key", F8Scaling),
+        step=_restore_array(state["step"], target.step, "step", F8Scaling),
+        recipe=target.recipe,
+        # Flax writes a list as a dictionary of its places.
+        off=tuple(state["off"].values() if isinstance(state["off"], dict) else state["off"]),
+    )
+
+
+_register(DynamicLossScaling, StaticLossScaling, NoLossScaling, Ledger, Verdict, SiteState)
+flax.serialization.register_serialization_state(
+    F8Scaling, _recipe_to_state_dict, _recipe_from_state_dict, override=True
+)

@@ -118,7 +118,7 @@ def test_a_run_is_decided_by_its_seed_and_differs_by_precision():
 @pytest.mark.usefixtures("standard_promotion")
 def test_skipped_steps_are_counted(monkeypatch):
     monkeypatch.setattr(
-        _runs, "scaling_of", lambda _: halfstep.DynamicLossScaling(2.0**24, period=1000)
+        _runs, "scaling_of", lambda *_: halfstep.DynamicLossScaling(2.0**24, period=1000)
     )
     made = _runs.Trainer(small(), "f16").run(0, tqdm(disable=True))
     assert made["skipped"] > 0

@@ -12,13 +12,27 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep import AbstractLossScaling, DynamicLossScaling, NoLossScaling, StaticLossScaling
+from halfstep import (
+    RECIPES,
+    AbstractLossScaling,
+    DynamicLossScaling,
+    F8Scaling,
+    NoLossScaling,
+    StaticLossScaling,
+)
 
 ROWS: dict[str, Callable[[], AbstractLossScaling]] = {
     "dynamic": lambda: DynamicLossScaling(2.0**10, 2.0**2, 2.0**20, period=3, factor=4),
     "dynamic defaults": DynamicLossScaling,
     "static": lambda: StaticLossScaling(2.0**7),
     "none": NoLossScaling,
+    "of a recipe": lambda: F8Scaling(
+        loss=DynamicLossScaling(2.0**10, 2.0**2, 2.0**20, period=3, factor=4),
+        sites={},
+        key=None,
+        step=jnp.zeros((), jnp.int32),
+        recipe=RECIPES["f8-delayed"],
+    ),
 }
 rows = pytest.mark.parametrize("name", ROWS)
 

@@ -154,8 +154,32 @@ def test_every_pytree_of_the_core_is_registered():
         kind for kind in kinds if issubclass(kind, halfstep.AbstractLossScaling | Ledger | Verdict)
     ]
     concrete = set(stateful) - {halfstep.AbstractLossScaling}
-    assert len(concrete) == 5
+    assert len(concrete) == 6
     assert all(map(flax.serialization.is_serializable, concrete))
+
+
+def test_a_recipe_and_its_products():
+    def loss(w, x):
+        return jnp.sum(x @ w)
+
+    w, x = jnp.ones((32, 16)), jnp.ones((16, 32))
+    delayed = halfstep.RECIPES["f8-delayed"]
+    saved = delayed.init(loss, w, x, loss_scaling=halfstep.DynamicLossScaling(2.0**9))
+    saved = dataclasses.replace(saved, off=("dot_general.0",))
+    data = flax.serialization.to_bytes(saved)
+    restored = flax.serialization.from_bytes(
+        delayed.init(loss, 2 * w, x, loss_scaling=saved.loss), data
+    )
+    assert restored.off == saved.off
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    assert all(
+        (a == b).all() for a, b in zip(*map(jax.tree.leaves, (restored, saved)), strict=True)
+    )
+    with pytest.raises(ValueError, match=r"`recipe` of F8Scaling.*must be 'f8', as in the target"):
+        flax.serialization.from_bytes(halfstep.RECIPES["f8"].init(loss, w, x), data)
+    other = delayed.init(lambda w, x: loss(w, x) + loss(2 * w, x), w, x, loss_scaling=saved.loss)
+    with pytest.raises(ValueError, match=r"no state for 'dot_general.1'"):
+        flax.serialization.from_bytes(other, data)
 
 
 WITHOUT = """
