@@ -111,12 +111,14 @@ def _recipe_from_state_dict(target: F8Scaling, state: Any) -> F8Scaling:
             "was."
         )
     check_sites(list(state["sites"]), list(target.sites))
+    loss: Any = flax.serialization.from_state_dict(target.loss, state["loss"])
+    sites: dict[str, Any] = {
+        name: flax.serialization.from_state_dict(site, state["sites"][name])
+        for name, site in target.sites.items()
+    }
     return F8Scaling(
-        loss=flax.serialization.from_state_dict(target.loss, state["loss"]),
-        sites={
-            name: flax.serialization.from_state_dict(site, state["sites"][name])
-            for name, site in target.sites.items()
-        },
+        loss=loss,
+        sites=sites,
         key=_restore_array(state["key"], target.key, "key", F8Scaling),
         step=_restore_array(state["step"], target.step, "step", F8Scaling),
         recipe=target.recipe,
