@@ -15,7 +15,7 @@ from halfstep._arguments import listed
 from halfstep._autocast import OFF, Slot, named_sites, rewritten, settings_of, trace
 from halfstep._formats import at_least_float32
 from halfstep._policy import Policy, as_policy
-from halfstep._recipe import Recipe, as_recipe
+from halfstep._recipe import Recipe
 from halfstep._scaling import AbstractLossScaling, NoLossScaling
 from halfstep._verdict import as_predicate
 from halfstep.quant._scaled import power_of_two
@@ -155,11 +155,13 @@ class F8Scaling(AbstractLossScaling):
         legs = (self.recipe.input_gradient, self.recipe.weight_gradient)
         most = [leg[place].max for leg, place in zip(legs, (0, 1), strict=True) if leg is not None]
         limits = (first.max, second.max, min(most, default=1.0))
-        # Gradients are as large as the loss is scaled.
-        sizes = jnp.stack([jnp.ones(()), jnp.ones(()), jnp.asarray(self.loss_scaling)])
         seen = jnp.max(site.history, axis=-2)
-        amax = seen * _like(sizes, seen) * 2.0**self.recipe.margin
+        amax = seen * _like(self._units(), seen) * 2.0**self.recipe.margin
         return jnp.stack([power_of_two(amax[..., i], limits[i]) for i in range(3)], axis=-1)
+
+    def _units(self) -> Array:
+        """What magnitudes are kept in: gradients are as large as the loss is scaled."""
+        return jnp.stack([jnp.ones(()), jnp.ones(()), jnp.asarray(self.loss_scaling)])
 
     def _keys(self, site: SiteState, number: int) -> Array | None:
         if self.key is None:
@@ -187,9 +189,8 @@ class F8Scaling(AbstractLossScaling):
         return dataclasses.replace(self, sites=sites, step=self.step + 1)
 
     def _recorded(self, site: SiteState, seen: Array, good: Array) -> SiteState:
-        scale = jnp.asarray(self.loss_scaling)
-        sizes = jnp.stack([jnp.ones(()), jnp.ones(()), 1 / scale]).astype(jnp.float32)
-        amax = seen[..., 0] * _like(sizes, seen[..., 0])
+        # By a power of two: nothing is rounded.
+        amax = seen[..., 0] / _like(self._units(), seen[..., 0])
         history = site.history
         if self.recipe.history:
             pushed = jnp.concatenate([amax[..., None, :], history[..., :-1, :]], axis=-2)
@@ -231,7 +232,7 @@ def _like(vector: Array, array: Array) -> Array:
 
 
 def init(
-    recipe: Recipe | str,
+    recipe: Recipe,
     func: Callable[..., Any],
     *args: Any,
     loss_scaling: AbstractLossScaling | None = None,
@@ -242,32 +243,28 @@ def init(
     **kwargs: Any,
 ) -> F8Scaling:
     """The state of a recipe for a function; see `Recipe.init`."""
-    made = as_recipe(recipe)
-    if made is None:
-        raise TypeError("required a recipe; got None.")
     loss = NoLossScaling() if loss_scaling is None else loss_scaling
-    if made.is_random and key is None:
+    if recipe.is_random and key is None:
         raise ValueError(
-            f"the recipe {made.name!r} rounds at random: pass key=jax.random.key(seed)."
+            f"the recipe {recipe.name!r} rounds at random: pass key=jax.random.key(seed)."
         )
-    settings = settings_of(as_policy(policy or "bf16").replace(recipe=made))
+    settings = settings_of(as_policy(policy or "bf16").replace(recipe=recipe))
     call = trace(func, settings, args, kwargs, params=listed(params), keep=())
-    steps = made.history
     sites = {
         found.name: SiteState(
-            history=jnp.zeros((*found.turns, steps, 3), jnp.float32),
+            history=jnp.zeros((*found.turns, recipe.history, 3), jnp.float32),
             seen=jnp.zeros((*found.turns, 3, 3), jnp.float32),
             degraded=jnp.zeros(found.turns, jnp.int32),
         )
         for found in named_sites(call.plan)
     }
     bits = None
-    if made.is_random:
+    if recipe.is_random:
         bits = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     scaling = F8Scaling(
-        loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=made, off=()
+        loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=recipe, off=()
     )
-    if not (made.history and calibrate and sites):
+    if not (recipe.history and calibrate and sites):
         return scaling
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.arrays):
         raise TypeError(

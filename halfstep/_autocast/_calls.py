@@ -9,6 +9,7 @@ import jax
 from halfstep._autocast._graph import Node, closed, graph_of, is_unspecified
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._types import (
+    Call,
     Decision,
     Planner,
     Runner,
@@ -48,17 +49,10 @@ def _plan_shard_map(
     return _plan_call(node, kinds, without_state(settings), plan)
 
 
-def _run_shard_map(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
-    params = node.params
+def _run_shard_map(call: Call) -> list[Any]:
+    decision, params = call.decision, call.node.params
     func = jax.shard_map(
-        lambda *values: tuple(run(decision.inner, values, decision.outs)),
+        lambda *values: tuple(call.run(decision.inner, values, decision.outs)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
@@ -66,26 +60,21 @@ def _run_shard_map(
         # JAX 0.8 has the first name, JAX 0.10 the second.
         axis_names=params.get("manual_axes", params.get("newly_manual_axes")),
     )
-    return list(func(*operands))
+    return list(func(*call.operands))
 
 
-def _run_jit(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
+def _run_jit(call: Call) -> list[Any]:
+    decision, params = call.decision, call.node.params
+
     def given(name: str) -> tuple[Any, ...]:
-        return tuple(None if is_unspecified(found) else found for found in node.params[name])
+        return tuple(None if is_unspecified(found) else found for found in params[name])
 
     func = jax.jit(
-        lambda *values: tuple(run(decision.inner, values, decision.outs, slots=slots)),
+        lambda *values: tuple(call.run(decision.inner, values, decision.outs, slots=call.slots)),
         in_shardings=given("in_shardings"),
         out_shardings=given("out_shardings"),
     )
-    return list(func(*operands))
+    return list(func(*call.operands))
 
 
 RECOMPUTED = ("checkpoint", "remat", "remat2")

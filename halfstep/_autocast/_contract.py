@@ -17,6 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from halfstep._autocast._kept import Derivative
+from halfstep._recipe import Factor
+
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -28,6 +31,7 @@ def contract(
     compute: np.dtype,
     out: np.dtype,
     gradients: Sequence[np.dtype],
+    kept: Factor | None = None,
 ) -> Any:
     """Multiply in the compute dtype.
 
@@ -38,6 +42,7 @@ def contract(
         compute: The dtype in which the factors enter.
         out: The dtype of the result.
         gradients: The dtype in which the gradient of each factor is made.
+        kept: How factors are kept for the gradient, if not in the compute dtype.
     """
     options = {**params, "preferred_element_type": out}
 
@@ -47,6 +52,9 @@ def contract(
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         result = _bind(primitive, options, primals, compute)
+        if kept is not None:
+            derivative = Derivative(primitive, tuple(options.items()), compute, tuple(gradients))
+            return result, derivative(primals, tangents, result, kept)
         terms = [
             _linear.bind(
                 *primals[:position],

@@ -13,9 +13,9 @@ from jax.extend import core
 from halfstep._autocast._graph import Node, closed, graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._types import (
+    Call,
     Decision,
     Planner,
-    Runner,
     Settings,
     nested,
     out_kinds,
@@ -36,14 +36,8 @@ def _plan_custom_jvp(
     return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
 
 
-def _run_custom_jvp(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
+def _run_custom_jvp(call: Call) -> list[Any]:
+    node, decision, run = call.node, call.decision, call.run
     inner, kinds, plan = decision.inner
     consts = node.params["num_consts"]
 
@@ -65,7 +59,7 @@ def _run_custom_jvp(
         moving = [i for i in range(consts, len(primals)) if not zeros[i]]
         given = [*primals[consts:], *(tangents[i] for i in moving)]
         of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
-        made = plan(graph, of_given, _inside(settings))
+        made = plan(graph, of_given, _inside(call.settings))
         of_tangents = [k for k, zero in zip(decision.outs, out_zeros, strict=True) if not zero]
         results = run(made, given, [*decision.outs, *of_tangents])
         count = len(decision.outs)
@@ -77,7 +71,7 @@ def _run_custom_jvp(
         )
 
     func.defjvp(rule, symbolic_zeros=True)
-    return list(func(*operands))
+    return list(func(*call.operands))
 
 
 def _instantiated(tangent: Any, primal: Any) -> Any:
@@ -104,16 +98,10 @@ def _plan_custom_vjp(
     return nested(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
-def _run_custom_vjp(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
+def _run_custom_vjp(call: Call) -> list[Any]:
+    node, decision, operands, run = call.node, call.decision, call.operands, call.run
     inner, kinds, plan = decision.inner
-    params, settings = node.params, _inside(settings)
+    params, settings = node.params, _inside(call.settings)
     consts = params["num_consts"]
     avals = [inner.graph.avals[number] for number in inner.graph.inputs]
 

@@ -5,7 +5,8 @@ row with a scale of its own.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
 from jax.lax import bitcast_convert_type
 
-from halfstep._autocast._linear import linear
+from halfstep._autocast._linear import gradient_by, linear, product_with
 from halfstep._recipe import Factor
 from halfstep.quant._scaled import inverse, power_of_two, saturated
 
@@ -62,91 +62,62 @@ def restore(value: Any, dtype: np.dtype) -> Any:
     return (wide * value.scale.astype(jnp.float32)).astype(dtype)
 
 
-def contract_kept(
-    primitive: Any,
-    params: Mapping[str, Any],
-    operands: Sequence[Any],
-    *,
-    compute: np.dtype,
-    out: np.dtype,
-    gradients: Sequence[np.dtype],
-    factor: Factor,
-) -> Any:
-    """Multiply in the compute dtype, and keep both factors in 8 bits for the gradient.
-
-    Args:
-        primitive: The contraction.
-        params: What it is bound with.
-        operands: Two factors, in the compute dtype or float32, and what else it takes.
-        compute: The dtype in which the factors enter.
-        out: The dtype of the result.
-        gradients: The dtype in which the gradient of each factor is made.
-        factor: How factors are kept.
-    """
-    options = {**params, "preferred_element_type": out}
-    shapes = tuple(tuple(operand.shape) for operand in operands[:2])
-
-    def forward(left: Any, right: Any, rest: Any) -> Any:
-        return primitive.bind(left.astype(compute), right.astype(compute), *rest, **options)
-
-    func = jax.custom_jvp(forward)
-
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        left, right, rest = primals
-        moving = tuple(i for i in (0, 1) if not isinstance(tangents[i], SymbolicZero))
-        result = func(left, right, rest)
-        if not moving:
-            return result, jnp.zeros_like(result)
-        factors = [value.astype(compute) for value in (left, right)]
-        # What one factor's gradient needs of the other.
-        kept = [keep(factors[i], factor) if 1 - i in moving else None for i in (0, 1)]
-        derivative = _Derivative(
-            primitive, tuple(options.items()), shapes, compute, out, tuple(gradients), moving
-        )
-        return result, linear(derivative, (kept, rest), [tangents[i] for i in moving])
-
-    func.defjvp(rule, symbolic_zeros=True)
-    return func(operands[0], operands[1], tuple(operands[2:]))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Derivative:
-    """The derivative of a contraction, by factors as they were kept."""
+class Derivative:
+    """The derivative of a contraction, by factors that are kept in 8 bits."""
 
     primitive: Any
     options: tuple[tuple[str, Any], ...]
-    shapes: tuple[tuple[int, ...], ...]
+    """What the primitive is bound with."""
     compute: np.dtype
-    out: np.dtype
     gradients: tuple[np.dtype, ...]
-    moving: tuple[int, ...]
+    """In which dtype the gradient of each factor is made."""
+    moving: tuple[int, ...] = ()
+    """Which of the factors it is linear in."""
+
+    def __call__(
+        self, primals: Sequence[Any], tangents: Sequence[Any], result: Any, factor: Factor
+    ) -> Any:
+        """The tangent of a result; what moves not at all is `SymbolicZero`."""
+        moving = tuple(i for i in (0, 1) if not isinstance(tangents[i], SymbolicZero))
+        if not moving:
+            return jnp.zeros_like(result)
+        # What one factor's gradient needs of the other.
+        kept = [
+            keep(primals[i].astype(self.compute), factor) if 1 - i in moving else None
+            for i in (0, 1)
+        ]
+        function = dataclasses.replace(self, moving=moving)
+        return linear(function, (kept, primals[2:]), [tangents[i] for i in moving])
 
     def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
         """The tangent of the result."""
         kept, rest = residuals
-        total: Any = None
-        for place, tangent in zip(self.moving, linears, strict=True):
-            factors = [tangent.astype(self.compute), restore(kept[1 - place], self.compute)]
-            made = self.primitive.bind(
-                *factors[:: 1 if place == 0 else -1], *rest, **dict(self.options)
+        terms = [
+            product_with(
+                self.primitive,
+                dict(self.options),
+                place,
+                tangent.astype(self.compute),
+                restore(kept[1 - place], self.compute),
+                rest,
             )
-            total = made if total is None else total + made
-        return total
+            for place, tangent in zip(self.moving, linears, strict=True)
+        ]
+        return functools.reduce(jnp.add, terms)
 
     def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
         """The gradients of the factors."""
         kept, rest = residuals
-        arrived = cotangent.astype(self.compute)
-        made = []
-        for place, like in zip(self.moving, likes, strict=True):
-            other = restore(kept[1 - place], self.compute)
-            dtype = self.gradients[place]
-            aval: Any = jax.typeof(other)
-            # Of the dtype in which it is to come out: JAX casts to it.
-            missing = ad.UndefinedPrimal(aval.update(shape=self.shapes[place], dtype=dtype))
-            factors = [missing, other] if place == 0 else [other, missing]
-            options = {**dict(self.options), "preferred_element_type": dtype}
-            transpose = ad.primitive_transposes[self.primitive]
-            gradient = transpose(arrived, *factors, *rest, **options)[place]
-            made.append(gradient.astype(like.dtype))
-        return made
+        return [
+            gradient_by(
+                self.primitive,
+                dict(self.options),
+                place,
+                cotangent.astype(self.compute),
+                restore(kept[1 - place], self.compute),
+                rest,
+                jax.ShapeDtypeStruct(like.shape, self.gradients[place]),
+            ).astype(like.dtype)
+            for place, like in zip(self.moving, likes, strict=True)
+        ]

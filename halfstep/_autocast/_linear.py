@@ -3,7 +3,7 @@
 `jax.custom_derivatives.linear_call` is the same and cannot be mapped over (`vmap`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -37,6 +37,56 @@ def linear(function: Linear, residuals: Any, linears: Sequence[Any]) -> Any:
     flat, tree = jax.tree_util.tree_flatten(residuals)
     flat = [_once(value) for value in flat]
     return _linear.bind(*flat, *linears, function=function, tree=tree, mapped=())
+
+
+def product_with(
+    contraction: Any,
+    options: Mapping[str, Any],
+    place: int,
+    value: Any,
+    other: Any,
+    rest: Sequence[Any],
+) -> Any:
+    """A contraction with a value in the place of one factor.
+
+    Args:
+        contraction: The primitive.
+        options: What it is bound with.
+        place: Which factor.
+        value: What stands there.
+        other: The other factor.
+        rest: What else the contraction takes.
+    """
+    factors = (value, other) if place == 0 else (other, value)
+    return contraction.bind(*factors, *rest, **options)
+
+
+def gradient_by(
+    contraction: Any,
+    options: Mapping[str, Any],
+    place: int,
+    cotangent: Any,
+    other: Any,
+    rest: Sequence[Any],
+    like: Any,
+) -> Any:
+    """The gradient of one factor, by the contraction's own transpose.
+
+    Args:
+        contraction: The primitive.
+        options: What it is bound with.
+        place: Which factor.
+        cotangent: Of the result.
+        other: The other factor.
+        rest: What else the contraction takes.
+        like: The shape and dtype in which it comes out.
+    """
+    aval: Any = jax.typeof(other)
+    # Of the dtype in which it is to come out: JAX casts to it.
+    missing = ad.UndefinedPrimal(aval.update(shape=like.shape, dtype=like.dtype))
+    factors = (missing, other) if place == 0 else (other, missing)
+    given = {**options, "preferred_element_type": like.dtype}
+    return ad.primitive_transposes[contraction](cotangent, *factors, *rest, **given)[place]
 
 
 _linear = Primitive("halfstep_linear")

@@ -10,10 +10,10 @@ from halfstep._autocast._graph import Constant, Graph, Node, closed, graph_of
 from halfstep._autocast._kinds import Kind, carried, join
 from halfstep._autocast._types import (
     FLOAT32,
+    Call,
     Decision,
     Plan,
     Planner,
-    Runner,
     Settings,
     held_dtype,
     nested,
@@ -55,23 +55,16 @@ def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
     return found
 
 
-def _run_scan(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
+def _run_scan(call: Call) -> list[Any]:
+    decision, params = call.decision, call.node.params
     inner, kinds = decision.inner
-    params = node.params
     first, carries = params["num_consts"], params["num_carry"]
-    values = _hold(operands, kinds, [inner.graph.avals[n] for n in inner.graph.inputs], settings)
+    values = _hold(call, kinds, [inner.graph.avals[n] for n in inner.graph.inputs])
     consts, init, xs = values[:first], values[first : first + carries], values[first + carries :]
 
     def body(carry: Any, turn: Any) -> Any:
         x, own = turn
-        results = run(inner, [*consts, *carry, *x], decision.outs, slots=own)
+        results = call.run(inner, [*consts, *carry, *x], decision.outs, slots=own)
         return tuple(results[:carries]), tuple(results[carries:])
 
     options = (
@@ -80,7 +73,7 @@ def _run_scan(
     carry, ys = jax.lax.scan(
         body,
         tuple(init),
-        (tuple(xs), slots),
+        (tuple(xs), call.slots),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -89,13 +82,11 @@ def _run_scan(
     return [*carry, *ys]
 
 
-def _hold(
-    values: Sequence[Any], kinds: Sequence[Kind], avals: Sequence[Any], settings: Settings
-) -> list[Any]:
-    """Values in the dtypes that kinds stand for."""
+def _hold(call: Call, kinds: Sequence[Kind], avals: Sequence[Any]) -> list[Any]:
+    """The operands of a loop in the dtypes that kinds stand for."""
     made = []
-    for value, kind, aval in zip(values, kinds, avals, strict=True):
-        dtype = held_dtype(aval, kind, settings.compute)
+    for value, kind, aval in zip(call.operands, kinds, avals, strict=True):
+        dtype = held_dtype(aval, kind, call.settings.compute)
         made.append(value if dtype is None else jax.lax.convert_element_type(value, dtype))
     return made
 
@@ -122,20 +113,13 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
         carry = stable
 
 
-def _run_while(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
+def _run_while(call: Call) -> list[Any]:
+    decision, params, run = call.decision, call.node.params, call.run
     test, body, kinds = decision.inner
-    params = node.params
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     inputs = test.graph.inputs[: split[0]]
     avals = [test.graph.avals[n] for n in inputs] + [body.graph.avals[n] for n in body.graph.inputs]
-    values = _hold(operands, kinds, avals, settings)
+    values = _hold(call, kinds, avals)
     of_condition, of_body, init = (
         values[: split[0]],
         values[split[0] : split[1]],
@@ -161,20 +145,15 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     return nested(outs, tuple(branches))
 
 
-def _run_cond(
-    node: Node,
-    decision: Decision,
-    operands: Sequence[Any],
-    settings: Settings,
-    run: Runner,
-    slots: Any,
-) -> list[Any]:
-    def runner(branch: Plan, own: Any) -> Callable[..., Any]:
-        return lambda *values: tuple(run(branch, values, decision.outs, slots=own))
+def _run_cond(call: Call) -> list[Any]:
+    decision = call.decision
 
-    given = [None] * len(decision.inner) if slots is None else slots
+    def runner(branch: Plan, own: Any) -> Callable[..., Any]:
+        return lambda *values: tuple(call.run(branch, values, decision.outs, slots=own))
+
+    given = [None] * len(decision.inner) if call.slots is None else call.slots
     branches = [runner(*pair) for pair in zip(decision.inner, given, strict=True)]
-    return list(jax.lax.switch(operands[0], branches, *operands[1:]))
+    return list(jax.lax.switch(call.operands[0], branches, *call.operands[1:]))
 
 
 PLANNERS = MappingProxyType({"scan": _plan_scan, "while": _plan_while, "cond": _plan_cond})

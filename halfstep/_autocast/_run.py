@@ -15,16 +15,14 @@ from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._contract import contract
 from halfstep._autocast._decide import bind_by
 from halfstep._autocast._difference import difference
-from halfstep._autocast._f8._site import OFF
-from halfstep._autocast._f8._slots import Slots
+from halfstep._autocast._f8._site import OFF, Slots
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
-from halfstep._autocast._kept import contract_kept
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
 from halfstep._autocast._table import CONTRACTIONS, Rule
-from halfstep._autocast._types import FLOAT32, Plan, held_dtype
+from halfstep._autocast._types import FLOAT32, Call, Plan, held_dtype
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
@@ -164,7 +162,8 @@ def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[An
         if node.name in _calls.RECOMPUTED:
             func = _calls.recomputed(node, decision, inside)
             return env.shared.setdefault(signature(plan, index), func)(slots, *operands)
-        return _RUNNERS[node.name](node, decision, operands, plan.settings, inside, slots)
+        call = Call(node, decision, operands, plan.settings, inside, slots)
+        return _RUNNERS[node.name](call)
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
@@ -178,10 +177,8 @@ def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[An
         gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
         types: Any = {"compute": decision.dtype, "out": out, "gradients": gradients}
         kept = plan.settings.residuals
-        if kept is not None:
-            return [contract_kept(node.primitive, params, operands, **types, factor=kept)]
-        if any(wide) or out == FLOAT32:
-            return [contract(node.primitive, params, operands, **types)]
+        if any(wide) or out == FLOAT32 or kept is not None:
+            return [contract(node.primitive, params, operands, **types, kept=kept)]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
     subfuns, params = bind_params(node.primitive, params)

@@ -4,8 +4,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from halfstep._autocast._f8._site import Off, Site, Slot
-from halfstep._autocast._f8._slots import Slots
+from halfstep._autocast._f8._site import Off, Site, Slot, Slots
 from halfstep._autocast._types import Plan, inner_plans
 from halfstep._rules import plain_scope
 
@@ -66,8 +65,9 @@ def check_sites(have: Sequence[str], want: Sequence[str]) -> None:
 
 def placed(plan: Plan, state: Mapping[str, Slot | Off]) -> Slots:
     """What each product gets, where it is."""
-    check_sites(tuple(state), tuple(found.name for found in named_sites(plan)))
-    return _placed(plan, iter([state[found.name] for found in named_sites(plan)])) or {}
+    names = [found.name for found in named_sites(plan)]
+    check_sites(list(state), names)
+    return _placed(plan, iter([state[name] for name in names])) or {}
 
 
 def _placed(plan: Plan, slots: Iterator[Slot | Off]) -> Slots | None:

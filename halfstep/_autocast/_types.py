@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from halfstep._autocast._f8._site import Site
-from halfstep._autocast._graph import Constant, Graph, Operand
+from halfstep._autocast._graph import Constant, Graph, Node, Operand
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._table import Rule
 from halfstep._recipe import Factor, Recipe
@@ -114,6 +114,18 @@ Planner = Callable[[Graph, Sequence[Kind], Settings], Plan]
 """Plans the functions inside of an operation."""
 Runner = Callable[..., list[Any]]
 """Runs them."""
+
+
+class Call(NamedTuple):
+    """An operation that holds functions, as it is run."""
+
+    node: Node
+    decision: Decision
+    operands: Sequence[Any]
+    settings: Settings
+    run: Runner
+    slots: Any
+    """What a recipe's state has for the products inside."""
 
 
 def nested(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decision:

@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
 
 from halfstep._autocast._f8._marks import marked
 from halfstep._autocast._f8._roles import Roles, as_laid_out, beside, dot, of_dot, of_result
 from halfstep._autocast._f8._written import Written, observed, read, same_on_both, written
-from halfstep._autocast._linear import linear
+from halfstep._autocast._linear import gradient_by, linear, product_with
 from halfstep._recipe import Factor, Recipe
 from halfstep.quant._scaled import Scaled
 
@@ -33,6 +32,10 @@ class Slot(NamedTuple):
     scales: Any
     key: Any
     probe: Any
+
+
+Slots = Mapping[int, Any]
+"""By the number of an operation: its slot, or those of what is inside of it."""
 
 
 @jax.tree_util.register_static
@@ -74,13 +77,41 @@ class Site:
                 f"the recipe {self.recipe.name!r} is random and needs a key: pass its state, "
                 "scaling=recipe.init(...)."
             )
-        func = _differentiable(self)
-        return func(*operands, slot=slot)
+        probe = None if slot is None else slot.probe
+        fixed = None if slot is None else (slot.scales, slot.key)
+
+        @jax.custom_jvp
+        def func(left: Any, right: Any, probe: Any, rest: Any, fixed: Any) -> Any:
+            return self.forward([left, right, *rest], _slot(fixed, probe))[0]
+
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            left, right, probe, rest, fixed = primals
+            slot = _slot(fixed, probe)
+            made, kept, seen = self.forward([left, right, *rest], slot)
+            moving = tuple(
+                place
+                for place in range(3)
+                if tangents[place] is not None and not isinstance(tangents[place], SymbolicZero)
+            )
+            if not moving:
+                return made, jnp.zeros_like(made)
+            # What one factor's gradient needs of the other.
+            needed = tuple(kept[place] if 1 - place in moving else None for place in (0, 1))
+            residuals = (needed, rest, slot, seen)
+            linears = [tangents[place] for place in moving]
+            return made, linear(_Derivative(self, moving), residuals, linears)
+
+        func.defjvp(rule, symbolic_zeros=True)
+        return func(operands[0], operands[1], probe, tuple(operands[2:]), fixed)
+
+    @property
+    def _is_dot(self) -> bool:
+        return self.contraction is jax.lax.dot_general_p
 
     @functools.cached_property
     def roles(self) -> tuple[Roles, Roles]:
         """Of both factors, forward."""
-        if self.contraction is jax.lax.dot_general_p:
+        if self._is_dot:
             dims = dict(self.options)["dimension_numbers"]
             return of_dot(dims, [len(shape) for shape in self.shapes])
         # A ragged dot: rows of the first factor with one of several matrices each. Those of a
@@ -133,30 +164,33 @@ class Site:
 
     def _product(self, factors: Sequence[Any], rest: Sequence[Any]) -> Any:
         forward = self.recipe.forward
-        kinds = [forward[int(place == self.weight)] for place in (0, 1)]
-        wide = _accumulator(self.out)
-        options = {**dict(self.options), "preferred_element_type": wide}
-        if self._is_direct(factors):
-            left, right = factors
-            with marked(direct=True):
-                made = self.contraction.bind(left.elements, right.elements, *rest, **options)
-            return self._scaled(made, factors, self.roles).astype(self.out)
+        direct = self._is_direct(factors)
         given = [
-            read(value, kind, roles, shape, self.compute)
-            for value, kind, roles, shape in zip(
-                factors, kinds, self.roles, self.shapes, strict=True
+            self._entering(
+                factors[place],
+                forward[int(place == self.weight)],
+                self.roles[place],
+                self.shapes[place],
+                direct=direct,
             )
+            for place in (0, 1)
         ]
-        with marked(direct=False):
+        options = {**dict(self.options), "preferred_element_type": _accumulator(self.out)}
+        with marked(direct=direct):
             made = self.contraction.bind(*given, *rest, **options)
-        return made.astype(self.out)
+        return (self._scaled(made, factors, self.roles) if direct else made).astype(self.out)
+
+    def _entering(
+        self, array: Any, factor: Factor | None, roles: Roles, shape: Sequence[int], *, direct: bool
+    ) -> Any:
+        """A factor as it enters a product: its elements, or what they stand for."""
+        return array.elements if direct else read(array, factor, roles, shape, self.compute)
 
     def _is_direct(self, factors: Sequence[Any]) -> bool:
         """Whether the elements can be multiplied, and the result be scaled."""
         if not all(isinstance(factor, Scaled) for factor in factors):
             return False
-        is_dot = self.contraction is jax.lax.dot_general_p
-        return is_dot or all(factor.scale.size == 1 for factor in factors)
+        return self._is_dot or all(factor.scale.size == 1 for factor in factors)
 
     def _scaled(self, made: Any, factors: Sequence[Any], roles: Sequence[Roles]) -> Any:
         """A product of elements times the scales of both factors."""
@@ -198,78 +232,33 @@ class Site:
         seen = None if slot is None else observed(cotangent, arrived, factor, roles)
         dtype = _accumulator(self.gradients[place])
         turned = self.roles[1 - place].turned()
+        direct = self._is_direct([arrived, other])
+        given = self._entering(arrived, factor, roles, self.out_shape, direct=direct)
+        against = self._entering(
+            other, self._later(1 - place), turned, self.shapes[1 - place], direct=direct
+        )
         # A transposition that becomes part of the product gives it its name.
-        with marked(direct=self._is_direct([arrived, other]), quantized=factor is not None):
-            if self.contraction is jax.lax.dot_general_p:
-                made = self._dot_leg(place, arrived, factor, roles, other, turned, dtype)
+        with marked(direct=direct, quantized=factor is not None):
+            if self._is_dot:
+                made = dot(given, against, roles, turned, dtype)
             else:
-                made = self._other_leg(place, arrived, factor, roles, other, turned, rest, dtype)
+                like = jax.ShapeDtypeStruct(self.shapes[place], dtype)
+                options = dict(self.options)
+                made = gradient_by(self.contraction, options, place, given, against, rest, like)
+            if direct:
+                made = self._scaled(made, [arrived, other], [roles, turned])
+            if self._is_dot:
+                # Its own dimensions came with the cotangent, those that were summed with the other
+                # factor, in the order in which they are paired.
+                own = self.roles[place]
+                made = as_laid_out(made, (*own.shared, *own.own, *own.summed))
         return made.astype(self.gradients[place]), seen
 
     def _cotangent_roles(self, summed: int) -> Roles:
         """Of the cotangent, on the leg that sums over what is one factor's own."""
-        if self.contraction is jax.lax.dot_general_p:
+        if self._is_dot:
             return of_result(*self.roles, summed)
         return Roles((), (0,), (1,)) if summed == 0 else Roles((), (1,), (0,))
-
-    def _dot_leg(
-        self,
-        place: int,
-        arrived: Any,
-        factor: Factor | None,
-        roles: Roles,
-        other: Any,
-        turned: Roles,
-        dtype: np.dtype,
-    ) -> Any:
-        own = self.roles[place]
-        # Own dimensions of the factor come with the cotangent, those that were summed with the
-        # other factor, in the order in which they are paired.
-        axes = (*own.shared, *own.own, *own.summed)
-        if self._is_direct([arrived, other]):
-            made = dot(arrived.elements, other.elements, roles, turned, dtype)
-            made = self._scaled(made, [arrived, other], [roles, turned])
-        else:
-            later = self._later(1 - place)
-            shape = self.shapes[1 - place]
-            made = dot(
-                read(arrived, factor, roles, self.out_shape, self.compute),
-                read(other, later, turned, shape, self.compute),
-                roles,
-                turned,
-                dtype,
-            )
-        return as_laid_out(made, axes)
-
-    def _other_leg(
-        self,
-        place: int,
-        arrived: Any,
-        factor: Factor | None,
-        roles: Roles,
-        other: Any,
-        turned: Roles,
-        rest: Sequence[Any],
-        dtype: np.dtype,
-    ) -> Any:
-        """By the contraction's own transpose."""
-        direct = self._is_direct([arrived, other])
-        if direct:
-            given, against = arrived.elements, other.elements
-        else:
-            given = read(arrived, factor, roles, self.out_shape, self.compute)
-            later = self._later(1 - place)
-            against = read(other, later, turned, self.shapes[1 - place], self.compute)
-        # Of the dtype in which it is to come out: JAX casts to it.
-        aval: Any = jax.typeof(against)
-        missing = ad.UndefinedPrimal(aval.update(shape=self.shapes[place], dtype=dtype))
-        factors = [missing, against] if place == 0 else [against, missing]
-        options = {**dict(self.options), "preferred_element_type": dtype}
-        made = ad.primitive_transposes[self.contraction](given, *factors, *rest, **options)[place]
-        if direct:
-            scale = arrived.scale.reshape(()) * other.scale.reshape(())
-            made = made.astype(dtype) * scale.astype(dtype)
-        return made
 
 
 def _accumulator(dtype: np.dtype) -> np.dtype:
@@ -301,7 +290,8 @@ class _Derivative:
     def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
         """The tangent of the result, in the compute dtype, by factors as they were written."""
         (kept, rest, slot, _), site = residuals, self.site
-        total: Any = None
+        options = {**dict(site.options), "preferred_element_type": site.out}
+        terms = []
         for place, tangent in zip(self.moving, linears, strict=True):
             if place == 2:
                 continue
@@ -315,11 +305,9 @@ class _Derivative:
                 site.compute,
                 turn=turn,
             )
-            factors = [tangent.astype(site.compute), against]
-            options = {**dict(site.options), "preferred_element_type": site.out}
-            made = site.contraction.bind(*factors[:: 1 if place == 0 else -1], *rest, **options)
-            total = made if total is None else total + made
-        return jnp.zeros(site.out_shape, site.out) if total is None else total
+            given = tangent.astype(site.compute)
+            terms.append(product_with(site.contraction, options, place, given, against, rest))
+        return functools.reduce(jnp.add, terms) if terms else jnp.zeros(site.out_shape, site.out)
 
     def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
         """The gradients of what moves."""
@@ -336,39 +324,6 @@ class _Derivative:
         return [
             made[place].astype(like.dtype) for place, like in zip(self.moving, likes, strict=True)
         ]
-
-
-def _differentiable(site: Site) -> Callable[..., Any]:
-    def call(*operands: Any, slot: Slot | None) -> Any:
-        rest = operands[2:]
-        probe = None if slot is None else slot.probe
-        fixed = None if slot is None else (slot.scales, slot.key)
-
-        @jax.custom_jvp
-        def func(left: Any, right: Any, probe: Any, rest: Any, fixed: Any) -> Any:
-            return site.forward([left, right, *rest], _slot(fixed, probe))[0]
-
-        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            left, right, probe, rest, fixed = primals
-            slot = _slot(fixed, probe)
-            made, kept, seen = site.forward([left, right, *rest], slot)
-            moving = tuple(
-                place
-                for place in range(3)
-                if tangents[place] is not None and not isinstance(tangents[place], SymbolicZero)
-            )
-            if not moving:
-                return made, jnp.zeros_like(made)
-            # What one factor's gradient needs of the other.
-            needed = tuple(kept[place] if 1 - place in moving else None for place in (0, 1))
-            residuals = (needed, rest, slot, seen)
-            linears = [tangents[place] for place in moving]
-            return made, linear(_Derivative(site, moving), residuals, linears)
-
-        func.defjvp(rule, symbolic_zeros=True)
-        return func(operands[0], operands[1], probe, rest, fixed)
-
-    return call
 
 
 def _slot(fixed: Any, probe: Any) -> Slot | None:
