@@ -4,16 +4,13 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.tree_util as jtu
 
-from halfstep._arguments import Arguments
 from halfstep._autocast._graph import graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._plan import plan
 from halfstep._autocast._types import FLOAT32, Plan, Settings
-from halfstep._leaves import is_array
+from halfstep._flat import FlatCall
 from halfstep._state import MarkedLeaf
 
 
@@ -49,40 +46,22 @@ def trace(
         params: Which arguments hold parameters, by position or name.
         keep: Path rules for arguments that stay in float32.
     """
-    call = Arguments(func, args, kwargs)
-    leaves = [leaf for _, leaf, _ in call.leaves]
-    dynamic = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-    arrays = [leaf for leaf, keep in zip(leaves, dynamic, strict=True) if keep]
-    static: list[Any] = []
-
-    def flat(*values: Any) -> list[Any]:
-        given = iter(values)
-        args, kwargs = call.rebuild(
-            [next(given) if keep else leaf for leaf, keep in zip(leaves, dynamic, strict=True)]
-        )
-        results, treedef = jtu.tree_flatten(func(*args, **kwargs))
-        traced = [eqx.is_array(result) for result in results]
-        others = [None if keep else leaf for leaf, keep in zip(results, traced, strict=True)]
-        static[:] = [treedef, others, traced]
-        return [leaf for leaf, keep in zip(results, traced, strict=True) if keep]
-
+    call = FlatCall(func, args, kwargs)
+    arguments, arrays = call.arguments, call.arrays
     parameters = {
-        call.names.index(which) if isinstance(which, str) else which
+        arguments.names.index(which) if isinstance(which, str) else which
         for which in params
-        if (which in call.names if isinstance(which, str) else which < len(args))
+        if (which in arguments.names if isinstance(which, str) else which < len(args))
     }
-    kinds = [
-        _kind(leaf, kept, owner in parameters)
-        for leaf, kept, owner, keep in zip(
-            call.leaves, call.select(keep), call.owners, dynamic, strict=True
-        )
-        if keep
-    ]
+    of_leaves = zip(arguments.leaves, arguments.select(keep), arguments.owners, strict=True)
+    kinds = call.dynamic(
+        [_kind(leaf, kept, owner in parameters) for leaf, kept, owner in of_leaves]
+    )
     # What a function is written for is float32: traced so, a parameter that is stored in the
     # compute dtype neither changes what it is added to nor the dtype of a loop's carry.
     stored = _stored(kinds, arrays, settings)
     given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
-    graph = graph_of(jax.make_jaxpr(flat)(*given))
+    graph = graph_of(jax.make_jaxpr(call)(*given))
     avals = [graph.avals[number] for number in graph.inputs]
     kinds = [Kind.STORED if low else kind for kind, low in zip(kinds, stored, strict=True)]
     of_dtype = [
@@ -90,17 +69,7 @@ def trace(
         for kind, aval in zip(kinds, avals, strict=True)
     ]
     made = plan(graph, of_dtype, settings)
-    treedef, others, traced = static
-
-    def rebuild(results: Sequence[Any]) -> Any:
-        given = iter(results)
-        return jtu.tree_unflatten(
-            treedef,
-            [next(given) if keep else leaf for leaf, keep in zip(others, traced, strict=True)],
-        )
-
-    paths = [leaf.path for leaf, keep in zip(call.leaves, dynamic, strict=True) if keep]
-    return Traced(made, arrays, tuple(paths), rebuild)
+    return Traced(made, arrays, call.paths, call.rebuild)
 
 
 def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:

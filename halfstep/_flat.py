@@ -1,0 +1,53 @@
+"""A call as a function of its arrays: what is no array is part of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from halfstep._arguments import Arguments
+from halfstep._leaves import is_array
+
+
+class FlatCall:
+    """A call whose arrays are a list, and whose results are one, so that it can be traced."""
+
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+        self.arguments = Arguments(func, args, kwargs)
+        self._func = func
+        self._leaves = [leaf for _, leaf, _ in self.arguments.leaves]
+        self.is_dynamic = [
+            is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves
+        ]
+        """Of each leaf of the arguments: whether it is one of the arrays."""
+        self.arrays = self.dynamic(self._leaves)
+        self.paths = tuple(self.dynamic([leaf.path for leaf in self.arguments.leaves]))
+        """Where in the call each array is, beginning with the parameter's name."""
+        self._results: tuple[Any, list[Any], list[bool]] | None = None
+
+    def dynamic(self, of_leaves: Sequence[Any]) -> list[Any]:
+        """Of what is given for each leaf, what is given for the arrays."""
+        return [x for x, dynamic in zip(of_leaves, self.is_dynamic, strict=True) if dynamic]
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """The results' arrays."""
+        args, kwargs = self.arguments.rebuild(_merged(self._leaves, self.is_dynamic, arrays))
+        results, treedef = jtu.tree_flatten(self._func(*args, **kwargs))
+        is_traced = [eqx.is_array(result) for result in results]
+        others = [None if traced else x for x, traced in zip(results, is_traced, strict=True)]
+        self._results = (treedef, others, is_traced)
+        return [x for x, traced in zip(results, is_traced, strict=True) if traced]
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """What the function returns, out of the results' arrays; after it has been traced."""
+        if self._results is None:
+            raise RuntimeError("the call was not traced")
+        treedef, others, is_traced = self._results
+        return jtu.tree_unflatten(treedef, _merged(others, is_traced, arrays))
+
+
+def _merged(leaves: Sequence[Any], replaced: Sequence[bool], by: Sequence[Any]) -> list[Any]:
+    given = iter(by)
+    return [next(given) if new else leaf for leaf, new in zip(leaves, replaced, strict=True)]

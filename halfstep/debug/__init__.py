@@ -1,0 +1,18 @@
+"""Where did it start? Numbers of a program while it runs, and what to make of them."""
+
+from halfstep.debug._finding import (
+    NonFinite as NonFinite,
+    Operand as Operand,
+    Range as Range,
+)
+from halfstep.debug._log import Log as Log
+from halfstep.debug._nonfinite import first_nonfinite as first_nonfinite
+from halfstep.debug._record import (
+    Recorder as Recorder,
+    record as record,
+)
+from halfstep.debug._report import (
+    DebugReport as DebugReport,
+    Trace as Trace,
+)
+from halfstep.debug._site import Site as Site

@@ -1,0 +1,183 @@
+"""What is recorded of a value: a row of numbers."""
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Column(IntEnum):
+    """The numbers of a row, by position."""
+
+    ABSMAX = 0
+    """The largest magnitude; infinite or NaN if any element is. -1 where nothing was computed."""
+    SMALLEST = 1
+    """The smallest magnitude that is not zero; infinite if all elements are zero."""
+    BAD = 2
+    """How many elements are not finite."""
+    BELOW = 3
+    """The share of elements that are not zero and below the compute dtype's smallest normal."""
+    ABOVE = 4
+    """The share of finite elements above the compute dtype's largest."""
+    LOW = 5
+    """The smallest element that is finite; NaN if that was not asked for."""
+    HIGH = 6
+    """The largest element that is finite; NaN if that was not asked for."""
+    ZEROS = 7
+    """How many elements are zero; NaN if that was not asked for."""
+    SHARD = 8
+    """The first shard of a `shard_map` with elements that are not finite; else -1."""
+    TURN = 9
+    """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
+
+
+WIDTH = len(Column) - 1
+"""Of a row outside of all loops."""
+EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
+
+
+def is_recorded(aval: Any) -> bool:
+    """Whether a value has anything to record: it is of floating point, or complex."""
+    dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
+    return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def row(value: jax.Array, compute: np.dtype, loops: int, *, detail: bool = False) -> jax.Array:
+    """The row of one value.
+
+    Args:
+        value: Any array of floating point.
+        compute: The dtype whose range the numbers are compared with.
+        loops: How many loops have a column.
+        detail: Whether to look for the range and for zeros, too.
+    """
+    value = _real(value)
+    # As integers, magnitudes keep their order and NaN is above infinity: one maximum says all. It
+    # reads what is stored, for XLA must not look at a wider number that was there before.
+    bits, infinite = _magnitude(value), _bits_of(np.inf, value.dtype)
+    low, high = _limits(value.dtype, compute)
+    share = np.float32(1 / bits.size)
+    columns = [
+        _number(jnp.max(bits), value.dtype),
+        _number(jnp.min(jnp.where((bits > 0) & (bits < infinite), bits, infinite)), value.dtype),
+        jnp.sum(bits >= infinite, dtype=jnp.float32),
+        jnp.sum((bits > 0) & (bits < low), dtype=jnp.float32) * share,
+        jnp.sum((bits > high) & (bits < infinite), dtype=jnp.float32) * share,
+    ]
+    columns += _detail(value, bits) if detail else [np.float32(np.nan)] * 3
+    nowhere = [np.float32(-1)] * (1 + loops)
+    return jnp.stack([*columns, *nowhere])
+
+
+def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:
+    finite = jnp.isfinite(value)
+    low = jnp.min(jnp.where(finite, value, np.asarray(np.inf, value.dtype)))
+    high = jnp.max(jnp.where(finite, value, np.asarray(-np.inf, value.dtype)))
+    zeros = jnp.sum(bits == 0, dtype=jnp.float32)
+    return [low.astype(jnp.float32), high.astype(jnp.float32), zeros]
+
+
+def empty(sites: int, loops: int) -> jax.Array:
+    """The rows of what was not computed."""
+    return jnp.tile(jnp.asarray(EMPTY + (-1.0,) * loops, jnp.float32), (sites, 1))
+
+
+def combined(rows: jax.Array, where: Column | int) -> jax.Array:
+    """The rows of all turns or shards as one: `[n, sites, columns]` to `[sites, columns]`.
+
+    Of a value that is not finite, the first turn with it counts. The columns of detail are those of
+    the first turn in which any value of the function is not finite, if there is one.
+
+    Args:
+        rows: At least one.
+        where: The column that says in which of the `n` the first elements are that are not finite.
+    """
+    bad = rows[:, :, Column.BAD] > 0
+    first = jnp.argmax(bad, axis=0)
+    found = jnp.where(bad.any(axis=0), first.astype(jnp.float32), np.float32(-1))
+    any_bad = bad.any(axis=1)
+    made = _merged(rows, bad, any_bad.any(), jnp.argmax(any_bad))
+    return made.at[:, where].set(found)
+
+
+def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -> jax.Array:
+    """The rows of a loop whose turns are not known beforehand, after one more."""
+    is_bad = now[:, Column.BAD] > 0
+    now = now.at[:, where].set(jnp.where(is_bad, turn.astype(jnp.float32), np.float32(-1)))
+    rows = jnp.stack([before, now])
+    bad = rows[:, :, Column.BAD] > 0
+    return _merged(rows, bad, bad.any(), jnp.where(bad[0].any(), 0, 1))
+
+
+def _merged(rows: jax.Array, bad: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
+    """Rows as one; those of detail are of a turn, if anything was bad in it."""
+    first = jnp.argmax(bad, axis=0)[None, :, None]
+    at_first = jnp.take_along_axis(rows, first, axis=0)[0]
+    ran = rows[:, :, Column.ABSMAX] != -1
+    times = jnp.maximum(jnp.sum(ran, axis=0, dtype=jnp.float32), np.float32(1))
+
+    def shares(column: Column) -> jax.Array:
+        return jnp.sum(rows[:, :, column], axis=0) / times
+
+    over_all = jnp.stack(
+        [
+            jnp.max(rows[:, :, Column.ABSMAX], axis=0),
+            jnp.min(rows[:, :, Column.SMALLEST], axis=0),
+            at_first[:, Column.BAD],
+            shares(Column.BELOW),
+            shares(Column.ABOVE),
+            jnp.min(rows[:, :, Column.LOW], axis=0),
+            jnp.max(rows[:, :, Column.HIGH], axis=0),
+            jnp.sum(rows[:, :, Column.ZEROS], axis=0),
+        ],
+        axis=1,
+    )
+    magnitude = jnp.where(
+        at_first[:, Column.BAD] > 0, at_first[:, Column.ABSMAX], over_all[:, Column.ABSMAX]
+    )
+    own = over_all.at[:, Column.ABSMAX].set(magnitude)
+    detail = slice(Column.LOW, Column.SHARD)
+    own = own.at[:, detail].set(jnp.where(any_bad, rows[turn][:, detail], own[:, detail]))
+    return jnp.concatenate([own, at_first[:, Column.SHARD :]], axis=1)
+
+
+def _real(value: jax.Array) -> jax.Array:
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return jnp.stack([value.real, value.imag])
+    # Formats of 8 and 4 bits have no infinity, or none where the others have it.
+    return value.astype(jnp.float32) if value.dtype.itemsize < 2 else value
+
+
+def _integer(dtype: np.dtype) -> Any:
+    return {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[dtype.itemsize]
+
+
+def _magnitude(value: jax.Array) -> jax.Array:
+    integer = _integer(value.dtype)
+    mask = np.array(-1, f"i{value.dtype.itemsize}").view(integer) >> np.array(1, integer)
+    return jax.lax.bitcast_convert_type(value, integer) & mask
+
+
+def _bits_of(number: float, dtype: np.dtype) -> np.ndarray:
+    return np.asarray(number, dtype).view(_integer(dtype))
+
+
+def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    value = jax.lax.bitcast_convert_type(bits, dtype)
+    if dtype.itemsize == 8:
+        largest = np.asarray(np.finfo(np.float32).max, dtype)
+        value = jnp.where(jnp.isfinite(value), jnp.minimum(value, largest), value)
+    return value.astype(jnp.float32)
+
+
+def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The bits of the compute dtype's smallest normal number and of its largest."""
+    largest = float(jnp.finfo(compute).max)
+    with np.errstate(over="ignore"):
+        low, high = _bits_of(float(jnp.finfo(compute).tiny), dtype), _bits_of(largest, dtype)
+    # A dtype of fewer digits may have to round it up.
+    rounded_up = float(high.view(dtype)) > largest
+    return low, np.asarray(high - high.dtype.type(rounded_up))

@@ -1,0 +1,78 @@
+"""A call of a function, traced, with its sites."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal as OneOf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._flat import FlatCall
+from halfstep._private_jax import lines_of_backward_functions
+from halfstep.debug._body import Body, between_lines, body_of, every_operation
+from halfstep.debug._layout import Layout, layout_of
+from halfstep.debug._site import Site
+
+Sites = OneOf["scopes", "ops"] | Callable[[Site], bool]
+"""Which values are recorded: between lines and scopes, all, or those that a function wants."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A call: its sites, and its arrays."""
+
+    layout: Layout
+    call: FlatCall
+    compute: np.dtype
+
+
+def trace(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    sites: Sites,
+    compute: np.dtype | None,
+) -> Traced:
+    """Trace a call and say what is recorded of it.
+
+    Args:
+        func: Any function that can be traced.
+        args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
+        kwargs: The same, by name.
+        sites: Which values.
+        compute: The dtype whose range numbers are compared with; `None` for the narrowest of 16
+            bits that the program has.
+    """
+    call = FlatCall(func, args, kwargs)
+    with lines_of_backward_functions():
+        program = jax.make_jaxpr(call)(*call.arrays)
+    body = body_of(program, call.paths)
+    if sites == "scopes":
+        layout = layout_of(body, between_lines)
+    elif sites == "ops":
+        layout = layout_of(body, every_operation)
+    elif callable(sites):
+        layout = layout_of(body, every_operation, sites)
+    else:
+        raise ValueError(
+            f'sites must be "scopes", "ops" or a function of a `debug.Site`, got {sites!r}'
+        )
+    return Traced(layout, call, compute or _narrowest(body))
+
+
+def _narrowest(body: Body) -> np.dtype:
+    """float16 if a program has it, else bfloat16 if it has that, else float32."""
+    found = _dtypes(body)
+    for dtype in (jnp.float16, jnp.bfloat16):
+        if np.dtype(dtype) in found:
+            return np.dtype(dtype)
+    return np.dtype(np.float32)
+
+
+def _dtypes(body: Body) -> set[Any]:
+    found = {getattr(aval, "dtype", None) for aval in body.graph.avals}
+    for bodies in body.inner.values():
+        found.update(*map(_dtypes, bodies))
+    return found
