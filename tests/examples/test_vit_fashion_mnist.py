@@ -109,12 +109,9 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param("--policy bf16", marks=pytest.mark.slow),
-        f"--policy f16 --microbatches 2 --loss-scale {2**20}",
-    ],
+    "options", ["--policy bf16", f"--policy f16 --microbatches 2 --loss-scale {2**20}"]
 )
 def test_resumed_is_uninterrupted(
     data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: str

@@ -1,6 +1,7 @@
 """Unmodified models of every framework in 8 and 4 bits: the gradient's direction stays."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import RECIPES
+from tests._rows import slow_unless
 from tests.f8._transformers import CASES, Case, data
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -23,7 +25,7 @@ LEAST = {
 
 
 # One recipe in three frameworks, and one with blocks; all others are for before a release.
-FAST = (("equinox", "f8"), ("linen", "f8"), ("nnx", "f8"), ("linen", "mxfp8"))
+FAST = (("equinox", "f8"), ("linen", "mxfp8"))
 
 
 @functools.cache
@@ -58,15 +60,7 @@ def test_every_recipe_has_a_bar():
 
 @pytest.mark.parametrize(
     ("framework", "name"),
-    [
-        pytest.param(
-            framework,
-            name,
-            marks=() if (framework, name) in FAST else pytest.mark.slow,
-        )
-        for framework in CASES
-        for name in RECIPES
-    ],
+    slow_unless(itertools.product(CASES, RECIPES), lambda *row: row in FAST),
 )
 def test_the_gradient_keeps_its_direction(framework: str, name: str):
     made, exact = case(framework)

@@ -111,6 +111,7 @@ def stale(rounding: Any) -> float:
     return float(jnp.mean(jnp.abs(jnp.sqrt(got / exact) - 1)))
 
 
+@pytest.mark.slow
 def test_a_long_memory_forgets_with_stochastic_rounding():
     nearest, stochastic = stale("nearest"), stale("stochastic")
     assert stochastic < 0.05

@@ -159,6 +159,7 @@ def test_random_codes_have_the_right_mean(name: str):
     assert (error <= gap / draws + 9 * SLACK).all()
 
 
+@pytest.mark.slow
 def test_random_codes_do_not_drift():
     """A second moment of noise, kept for 3,000 steps of `b2 = .999`, is right on average."""
     steps, b2, shape = 3_000, 0.999, (32, 512)
