@@ -165,7 +165,7 @@ def _bad_data():
 PLAIN = (
     Fault("log of zero", _log_of_zero, "forward", ("log",)),
     Fault("exp overflows in float16", _exp_in_float16, "forward", ("exp",)),
-    Fault("mask of -1e9 in float16", _mask_in_float16, "forward", ("convert_element_type",)),
+    Fault("mask of -1e9 in float16", _mask_in_float16, "forward", ("select_n",)),
     Fault("epsilon of a norm in float16", _epsilon_of_a_norm, "forward", ("rsqrt",)),
     Fault("epsilon of Adam in float16", _epsilon_of_adam, "update", ("div",)),
     Fault("norm of zero, backward", _zero_by_zero_backward, "backward", ("div",)),

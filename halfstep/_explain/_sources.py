@@ -7,6 +7,8 @@ import sysconfig
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from halfstep import _private_jax
+
 # What the user calls, and whose lines say nothing to them.
 _LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
 _JAX = ("jax", "jaxlib", "numpy")
@@ -72,6 +74,8 @@ class Finder:
         return Source(_relative(frame.file), frame.line, _function(frame.function))
 
     def _is_machinery(self, file: str) -> bool:
+        if file == _private_jax.__file__:
+            return True
         if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
             return True
         if any(part in file for part in ("/site-packages/", "/dist-packages/")):

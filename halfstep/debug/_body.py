@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
+
 from halfstep._autocast._graph import Constant, Graph, Node, Operand, closed, graph_of, is_of_jax
 from halfstep._explain._entry import typed
 from halfstep._explain._sources import UNKNOWN, Finder, Source
@@ -52,6 +54,8 @@ class Body:
     """Inputs that are another slice in every turn of a loop."""
     paths: tuple[str, ...] = ()
     """Of the outermost function: where in the call each input is."""
+    carried: frozenset[int] = frozenset()
+    """Of the outermost function: inputs whose successors it returns, by position."""
 
     def root(self, operand: Operand) -> Operand:
         """The value that an operand is moved from."""
@@ -69,7 +73,19 @@ class Body:
         return self.graph.nodes[index].name in _MOVES
 
     def live(self) -> frozenset[int]:
-        """The operations whose results are used, or that have effects."""
+        """The operations that are made of what is given, and are used or have effects."""
+        return self._used() - self._constant()
+
+    def _constant(self) -> frozenset[int]:
+        known: set[int] = set()
+        found = set()
+        for index, node in enumerate(self.graph.nodes):
+            if node.ins and all(isinstance(o, Constant) or o in known for o in node.ins):
+                found.add(index)
+                known.update(node.outs)
+        return frozenset(found)
+
+    def _used(self) -> frozenset[int]:
         needed = {o for o in self.graph.outputs if not isinstance(o, Constant)}
         found = set()
         for index in range(len(self.graph.nodes) - 1, -1, -1):
@@ -80,11 +96,11 @@ class Body:
         return frozenset(found)
 
 
-def body_of(function: Any, paths: Sequence[str]) -> Body:
+def body_of(function: Any, paths: Sequence[str], carried: frozenset[int]) -> Body:
     """A traced function and all that is in it."""
     function = closed(function)
     around = _Around(for_backward=(False,) * len(function.jaxpr.outvars))
-    return _body(function, around, Finder(), paths=tuple(paths))
+    return _body(function, around, Finder(), paths=tuple(paths), carried=carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,38 +245,57 @@ def every_operation(body: Body) -> frozenset[int]:
         if index not in body.inner and not body.is_move(index)
         for number in body.graph.nodes[index].outs
     }
-    return _recordable(body, found | _given(body))
+    if body.within:
+        found |= {body.graph.inputs[position] for position in body.turn_inputs}
+    else:
+        found |= set(body.graph.inputs)
+    return _recordable(body, found)
 
 
 def between_lines(body: Body) -> frozenset[int]:
-    """What is handed from one line of the user's code or one named scope to another."""
+    """What is handed from one line of the user's code or one named scope to another.
+
+    Of the update, what is returned; of the arguments, those whose successors are not.
+    """
     graph = body.graph
     found: set[int] = set()
+    if not body.within:
+        found |= {n for at, n in enumerate(graph.inputs) if at not in body.carried}
 
     def group(index: int) -> Any:
         node = graph.nodes[index]
         alone = index if index in body.inner else None
         return node.scope, body.lines[index], body.stages[index], alone
 
+    live = body.live()
+
     def hand_on(operand: Operand, user: Any) -> None:
         root = body.root(operand)
         maker = graph.maker(root)
-        if maker is not None and maker not in body.inner and group(maker) != user:
+        while maker is not None and _widens(graph, maker):
+            root = body.root(graph.nodes[maker].ins[0])
+            maker = graph.maker(root)
+        if maker in live and maker not in body.inner and group(maker) != user:
             found.add(root)  # pyright: ignore[reportArgumentType]
 
-    for index in body.live():
-        if not body.is_move(index):
+    for index in live:
+        if not body.is_move(index) and body.stages[index] != "update":
             for operand in graph.nodes[index].ins:
                 hand_on(operand, group(index))
     for operand in graph.outputs:
         hand_on(operand, None)
-    return _recordable(body, found | _given(body))
+    return _recordable(body, found)
 
 
-def _given(body: Body) -> set[int]:
-    if not body.within:
-        return set(body.graph.inputs)
-    return {body.graph.inputs[position] for position in body.turn_inputs}
+def _widens(graph: Graph, index: int) -> bool:
+    """Whether an operation is a cast in which nothing overflows."""
+    node = graph.nodes[index]
+    if node.name != "convert_element_type":
+        return False
+    before, after = graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype
+    if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+        return False
+    return float(jnp.finfo(after).max) * 1.01 >= float(jnp.finfo(before).max)
 
 
 def _recordable(body: Body, numbers: set[int]) -> frozenset[int]:

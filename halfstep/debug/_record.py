@@ -81,7 +81,8 @@ def record(
     Args:
         step: The whole step: loss, gradients and update. It is not differentiated afterwards.
         sites: `"scopes"`: what is handed from one line of your code, or one `jax.named_scope`, to
-            another, in the forward pass, the backward pass and the update; and the arguments.
+            another, in the forward and the backward pass; what the update returns; and arguments
+            that do not go from step to step.
             `"ops"`: the result of every operation. Or a function that is given a `debug.Site` for
             each of these and says whether it is recorded.
         last: How many steps are kept.

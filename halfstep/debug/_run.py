@@ -15,7 +15,7 @@ from halfstep._autocast._graph import Constant, Node, is_unspecified
 from halfstep._autocast._run import bind_params
 from halfstep.debug._body import DERIVATIVES, REMATS, Body
 from halfstep.debug._layout import Layout
-from halfstep.debug._stats import Column, after_turn, combined, empty, row
+from halfstep.debug._stats import Column, after_turn, as_rows, combined, empty, numbers
 
 Results = tuple[list[Any], jax.Array]
 """What a function returns, and its rows."""
@@ -55,16 +55,16 @@ def run(
     graph, sites = body.graph, layout.rows[body]
     env: dict[int, Any] = dict(zip(graph.inputs, values, strict=True))
     env.update(graph.constants)
+    own: list[list[Any]] = []
     blocks: list[jax.Array] = []
 
     def read(operand: Any) -> Any:
         return operand.value if isinstance(operand, Constant) else env[operand]
 
-    def record(numbers: Sequence[int]) -> None:
-        for number in numbers:
+    def record(made: Sequence[int]) -> None:
+        for number in made:
             if number in sites:
-                made = row(env[number], compute, layout.loops, detail=detail)
-                blocks.append(made[None])
+                own.append(numbers(env[number], compute, detail=detail))
 
     def inside(inner: Body, values: Sequence[Any]) -> Results:
         return run(layout, inner, values, compute, detail=detail)
@@ -77,12 +77,13 @@ def run(
             if any(map(layout.count, bodies)):
                 call = _Call(node, bodies, operands, inside, layout)
                 results, rows = _RUNNERS[node.name](call)
-                blocks.append(rows)
+                blocks += [as_rows(own, layout.loops), rows]
+                own = []
             else:
                 results = _bind(node, operands)
             env.update(zip(node.outs, results, strict=True))
             record(node.outs)
-    rows = jnp.concatenate(blocks) if blocks else empty(0, layout.loops)
+    rows = jnp.concatenate([*blocks, as_rows(own, layout.loops)])
     return [read(operand) for operand in graph.outputs], rows
 
 
@@ -176,8 +177,6 @@ def _remat(call: _Call) -> Results:
     # The equation is kept as it is: of one that is differentiated already, XLA must not find out
     # that it computes the same as the forward pass.
     made = jax.make_jaxpr(inside)(*call.operands)
-    if made.consts:
-        raise AssertionError("a recomputed function has got constants of its own")
     params = {**call.node.params, "jaxpr": made.jaxpr}
     *results, rows = call.node.primitive.bind(*call.operands, **params)
     return results, rows

@@ -1,6 +1,7 @@
 """What is recorded of a value: a row of numbers."""
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -45,31 +46,54 @@ def is_recorded(aval: Any) -> bool:
     return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def row(value: jax.Array, compute: np.dtype, loops: int, *, detail: bool = False) -> jax.Array:
-    """The row of one value.
+def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> list[Any]:
+    """The numbers of one value, up to the columns that say where it is.
 
     Args:
         value: Any array of floating point.
         compute: The dtype whose range the numbers are compared with.
-        loops: How many loops have a column.
         detail: Whether to look for the range and for zeros, too.
     """
     value = _real(value)
+    dtype = value.dtype
     # As integers, magnitudes keep their order and NaN is above infinity: one maximum says all. It
     # reads what is stored, for XLA must not look at a wider number that was there before.
-    bits, infinite = _magnitude(value), _bits_of(np.inf, value.dtype)
-    low, high = _limits(value.dtype, compute)
+    bits, infinite = _magnitude(value), _bits_of(np.inf, dtype)
+    low, high = _limits(dtype, compute)
+    counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
+    # One pass for all five: on a CPU, five passes take ten times as long.
+    largest, smallest, *counts = jax.lax.reduce(
+        (
+            bits,
+            jnp.where((bits > 0) & (bits < infinite), bits, infinite),
+            *(where.astype(jnp.int32) for where in counted),
+        ),
+        (bits.dtype.type(0), infinite, *[np.int32(0)] * len(counted)),
+        lambda a, b: (
+            jnp.maximum(a[0], b[0]),
+            jnp.minimum(a[1], b[1]),
+            *(x + y for x, y in zip(a[2:], b[2:], strict=True)),
+        ),
+        tuple(range(bits.ndim)),
+    )
+    bad, below, above = (count.astype(jnp.float32) for count in counts)
     share = np.float32(1 / bits.size)
-    columns = [
-        _number(jnp.max(bits), value.dtype),
-        _number(jnp.min(jnp.where((bits > 0) & (bits < infinite), bits, infinite)), value.dtype),
-        jnp.sum(bits >= infinite, dtype=jnp.float32),
-        jnp.sum((bits > 0) & (bits < low), dtype=jnp.float32) * share,
-        jnp.sum((bits > high) & (bits < infinite), dtype=jnp.float32) * share,
-    ]
-    columns += _detail(value, bits) if detail else [np.float32(np.nan)] * 3
-    nowhere = [np.float32(-1)] * (1 + loops)
-    return jnp.stack([*columns, *nowhere])
+    made = [_number(largest, dtype), _number(smallest, dtype), bad, below * share, above * share]
+    return [*made, *(_detail(value, bits) if detail else [np.float32(np.nan)] * 3)]
+
+
+def as_rows(values: Sequence[Sequence[Any]], loops: int) -> jax.Array:
+    """The numbers of some values as rows, with a column for each of so many loops."""
+    if not values:
+        return empty(0, loops)
+    columns = [jnp.stack(column) for column in zip(*values, strict=True)]
+    nowhere = jnp.full(len(values), -1, jnp.float32)
+    return jnp.stack([*columns, *[nowhere] * (1 + loops)], axis=1)
+
+
+def row(value: jax.Array, compute: np.dtype, loops: int, *, detail: bool = False) -> jax.Array:
+    """The row of one value; see `numbers`."""
+    return as_rows([numbers(value, compute, detail=detail)], loops)[0]
 
 
 def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:
@@ -82,7 +106,9 @@ def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:
 
 def empty(sites: int, loops: int) -> jax.Array:
     """The rows of what was not computed."""
-    return jnp.tile(jnp.asarray(EMPTY + (-1.0,) * loops, jnp.float32), (sites, 1))
+    # Written out, number by number: what is computed again may not have constants of its own.
+    columns = [jnp.full((sites, 1), number, jnp.float32) for number in EMPTY + (-1.0,) * loops]
+    return jnp.concatenate(columns, axis=1)
 
 
 def combined(rows: jax.Array, where: Column | int) -> jax.Array:

@@ -48,7 +48,7 @@ def trace(
     call = FlatCall(func, args, kwargs)
     with lines_of_backward_functions():
         program = jax.make_jaxpr(call)(*call.arrays)
-    body = body_of(program, call.paths)
+    body = body_of(program, call.paths, _carried(call, program.out_avals))
     if sites == "scopes":
         layout = layout_of(body, between_lines)
     elif sites == "ops":
@@ -60,6 +60,23 @@ def trace(
             f'sites must be "scopes", "ops" or a function of a `debug.Site`, got {sites!r}'
         )
     return Traced(layout, call, compute or _narrowest(body))
+
+
+def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:
+    """The arrays of those arguments whose like is returned: what goes from step to step."""
+
+    def types(avals: Sequence[Any]) -> list[Any]:
+        return [(aval.shape, aval.dtype) for aval in avals]
+
+    owners, results = call.dynamic(call.arguments.owners), types(returned)
+    found: set[int] = set()
+    for owner in set(owners):
+        own = [at for at, other in enumerate(owners) if other == owner]
+        wanted = types([call.arrays[at] for at in own])
+        ends = range(len(wanted), len(results) + 1)
+        if any(results[end - len(wanted) : end] == wanted for end in ends):
+            found.update(own)
+    return frozenset(found)
 
 
 def _narrowest(body: Body) -> np.dtype:

@@ -60,7 +60,8 @@ def test_more_sites():
 
 def test_between_lines():
     sites = debug.record(_step).init(*_args()).sites
-    assert {site.path for site in sites} >= {"w", "x"}
+    # What goes from step to step is recorded where it is made.
+    assert [site.path for site in sites if site.path] == ["x"]
     lines = {(site.source.line, site.stage) for site in sites if not site.path}
     first = _step.__code__.co_firstlineno
     # Both lines of the loss, forward and backward, and the update.
@@ -116,10 +117,6 @@ def test_the_first_bad_step(tmp_path):
 
 
 def test_one_of_the_operations_of_a_line():
-    w, x = _args()
-    log = _filled(debug.record(_step), (w, 0 * x), 1, lambda args, n: (args[0] * jnp.inf, args[1]))
-    assert _found(log).site.path == "w"
-
     def step(x):
         return jnp.sum(jnp.log(jnp.tanh(x)))
 
