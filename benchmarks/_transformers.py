@@ -1,9 +1,11 @@
 """A transformer of three layers, scanned and rematerialized, as four frameworks write it.
 
 Weights begin as in GPT-2, normal with a deviation of 0.02, where the framework is told how; those
-of Equinox begin as it likes.
+of Equinox begin as it likes. Those of Flax can be given what multiplies (`product`), and what
+changes the whole network (`wrap`), for libraries that ask for one of the two.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +15,10 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 
-from tests.autocast._frameworks import hk
+with warnings.catch_warnings():
+    # Haiku imports names that JAX 0.8 warns about.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import haiku as hk
 
 LAYERS, WIDTH, HEADS, TOKENS, VOCABULARY, BATCH = 3, 64, 4, 64, 96, 8
 
@@ -93,29 +98,46 @@ def equinox() -> Case:
 
 
 class _LinenBlock(linen.Module):
+    product: Any = None
+
     @linen.compact
     def __call__(self, x: Any, _: Any) -> Any:
-        x = x + linen.MultiHeadDotProductAttention(HEADS, kernel_init=_normal)(linen.LayerNorm()(x))
-        hidden = linen.gelu(linen.Dense(4 * WIDTH, kernel_init=_normal)(linen.LayerNorm()(x)))
-        return x + linen.Dense(WIDTH, kernel_init=_normal)(hidden), None
+        attention = linen.MultiHeadDotProductAttention(
+            HEADS,
+            kernel_init=_normal,
+            qkv_dot_general_cls=self.product,
+            out_dot_general_cls=self.product,
+        )
+        x = x + attention(linen.LayerNorm()(x))
+        up = linen.Dense(4 * WIDTH, kernel_init=_normal, dot_general_cls=self.product)
+        down = linen.Dense(WIDTH, kernel_init=_normal, dot_general_cls=self.product)
+        return x + down(linen.gelu(up(linen.LayerNorm()(x)))), None
 
 
 class _Linen(linen.Module):
+    product: Any = None
+
     @linen.compact
     def __call__(self, ids: Any) -> Any:
         x = linen.Embed(VOCABULARY, WIDTH, embedding_init=_normal)(ids)
         blocks = linen.scan(
             linen.remat(_LinenBlock, prevent_cse=False),
-            variable_axes={"params": 0},
+            # The second is where Flax's own 8-bit products keep their scales.
+            variable_axes={"params": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
             length=LAYERS,
         )
-        x, _ = blocks()(x, None)
-        return linen.Dense(VOCABULARY, kernel_init=_normal)(linen.LayerNorm()(x))
+        x, _ = blocks(self.product)(x, None)
+        head = linen.Dense(VOCABULARY, kernel_init=_normal, dot_general_cls=self.product)
+        return head(linen.LayerNorm()(x))
 
 
-def linen_() -> Case:
-    net = _Linen()
+def _same(net: Any) -> Any:
+    return net
+
+
+def linen_(product: Any = None, wrap: Callable[[Any], Any] = _same) -> Case:
+    net = wrap(_Linen(product))
     params = net.init(jax.random.key(0), data()[:, :-1])
     return Case(params, lambda p, ids: _loss(net.apply(p, ids[:, :-1]), ids))
 
@@ -124,13 +146,20 @@ def linen_() -> Case:
 
 
 class _NnxBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, product: Any, rngs: nnx.Rngs):
         self.attention = nnx.MultiHeadAttention(
-            HEADS, WIDTH, decode=False, kernel_init=_normal, rngs=rngs
+            HEADS,
+            WIDTH,
+            decode=False,
+            kernel_init=_normal,
+            qkv_dot_general_cls=product,
+            out_dot_general_cls=product,
+            rngs=rngs,
         )
         self.first, self.second = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, kernel_init=_normal, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, kernel_init=_normal, rngs=rngs)
+        options: Any = {"kernel_init": _normal, "dot_general_cls": product, "rngs": rngs}
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **options)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, **options)
 
     def __call__(self, x: Any) -> Any:
         x = x + self.attention(self.first(x))
@@ -138,16 +167,18 @@ class _NnxBlock(nnx.Module):
 
 
 class _Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, product: Any, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=LAYERS)
         @nnx.vmap(in_axes=0, out_axes=0)
         def blocks(rngs: nnx.Rngs) -> _NnxBlock:
-            return _NnxBlock(rngs)
+            return _NnxBlock(product, rngs)
 
         self.embed = nnx.Embed(VOCABULARY, WIDTH, embedding_init=_normal, rngs=rngs)
         self.blocks = blocks(rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCABULARY, kernel_init=_normal, rngs=rngs)
+        self.head = nnx.Linear(
+            WIDTH, VOCABULARY, kernel_init=_normal, dot_general_cls=product, rngs=rngs
+        )
 
     def __call__(self, ids: Any) -> Any:
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -158,8 +189,8 @@ class _Nnx(nnx.Module):
         return self.head(self.norm(body(self.embed(ids), self.blocks)))
 
 
-def nnx_() -> Case:
-    graph, params, rest = nnx.split(_Nnx(nnx.Rngs(0)), nnx.Param, ...)
+def nnx_(product: Any = None, wrap: Callable[[Any], Any] = _same) -> Case:
+    graph, params, rest = nnx.split(wrap(_Nnx(product, nnx.Rngs(0))), nnx.Param, ...)
     return Case(
         params, lambda p, ids: _loss(nnx.merge(graph, p, rest, copy=True)(ids[:, :-1]), ids)
     )

@@ -1,0 +1,162 @@
+"""Matrix products of an optimized program, counted by what they multiply.
+
+XLA:GPU writes a product as a `dot`, in a Triton fusion, or as a call of a library. What counts is
+the dtype of the operands of that one instruction: what is converted before it is not multiplied in
+8 bits.
+"""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from halfstep._preflight._flops import contraction, custom_call_target
+from halfstep._preflight._hlo import Array, Computation, Instruction, parse
+from halfstep._preflight._loops import Frame, body_frame, trip_count
+
+MULTIPLE = 16
+"""What the sizes of a product in 8 bits are multiples of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product, `[batch, rows, summed] x [batch, summed, columns]`."""
+
+    lhs: str
+    rhs: str
+    out: str
+    batch: int
+    rows: int
+    summed: int
+    columns: int
+
+    @property
+    def is_f8(self) -> bool:
+        """Whether both factors have 8 bits as they are multiplied."""
+        return all(name.startswith("float8_") for name in (self.lhs, self.rhs))
+
+    @property
+    def is_of_activations(self) -> bool:
+        """Whether it is one for each example, as are attention scores: no factor is a weight."""
+        return self.batch > 1
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether a size is not what products in 8 bits have to be multiples of."""
+        return any(size % MULTIPLE for size in (self.rows, self.summed, self.columns))
+
+    @property
+    def is_eligible(self) -> bool:
+        """Whether it could be one in 8 bits."""
+        return not self.is_of_activations and not self.is_odd
+
+    @property
+    def flops(self) -> int:
+        """Two for a multiply-add."""
+        return 2 * self.batch * self.rows * self.summed * self.columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """How many products of a program are in 8 bits, and what the others are."""
+
+    f8: int
+    eligible: int
+    of_activations: int
+    odd: int
+    f8_flops: int
+    eligible_flops: int
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+def count(text: str) -> Count:
+    """Count the products of a program, each as often as its loop turns."""
+    found = products(text)
+
+    def total(chosen: Sequence[Product]) -> int:
+        return sum(found[product] for product in chosen)
+
+    def flops(chosen: Sequence[Product]) -> int:
+        return sum(found[product] * product.flops for product in chosen)
+
+    f8 = [product for product in found if product.is_f8]
+    wide = [product for product in found if not product.is_f8]
+    eligible = [*f8, *(product for product in wide if product.is_eligible)]
+    return Count(
+        f8=total(f8),
+        eligible=total(eligible),
+        of_activations=total([product for product in wide if product.is_of_activations]),
+        odd=total([p for p in wide if p.is_odd and not p.is_of_activations]),
+        f8_flops=flops(f8),
+        eligible_flops=flops(eligible),
+    )
+
+
+def products(text: str) -> Counter[Product]:
+    """The products of a program, and how often each is computed in one run.
+
+    Args:
+        text: The optimized HLO of a program for a GPU.
+    """
+    module = parse(text)
+    found: Counter[Product] = Counter()
+    _add(found, Frame(module, module.entry), 1)
+    return found
+
+
+def _add(found: Counter[Product], frame: Frame, times: int) -> None:
+    for instruction in frame.computation:
+        match instruction.base:
+            case "while":
+                turns = trip_count(frame, instruction)
+                if turns is None:
+                    raise instruction.error("a loop whose number of turns is known")
+                _add(found, body_frame(frame, instruction, "body"), times * turns)
+            case "conditional":
+                raise instruction.error("a program without branches")
+            case "fusion" | "call" | "async":
+                if instruction.opcode.endswith(("-done", "-update")):
+                    continue
+                (called,) = frame.module.called(instruction, "calls", "to_apply")
+                _add(found, frame.call(instruction, called), times)
+            case _:
+                made = _product(frame.computation, instruction)
+                if made is not None:
+                    found[made] += times
+
+
+def _product(computation: Computation, instruction: Instruction) -> Product | None:
+    seen = contraction(computation, instruction)
+    if seen is None:
+        return None
+    lhs, rhs = computation.shapes(instruction)[:2]
+    if not isinstance(lhs, Array) or not isinstance(rhs, Array):
+        raise instruction.error("two arrays")
+    if instruction.base == "dot":
+        summed = instruction.integers("lhs_contracting_dims", "")
+        batch = instruction.integers("lhs_batch_dims", "{}")
+    elif "cublas" in custom_call_target(instruction):
+        numbers = _numbers(instruction)
+        summed = [int(axis) for axis in numbers.get("lhs_contracting_dimensions", ())]
+        batch = [int(axis) for axis in numbers.get("lhs_batch_dimensions", ())]
+    else:
+        raise instruction.error("a dot or a call of cuBLAS")
+    shared, over = (math.prod(lhs.dims[axis] for axis in axes) for axes in (batch, summed))
+    return Product(
+        lhs=seen.lhs,
+        rhs=seen.rhs,
+        out=seen.out,
+        batch=shared,
+        rows=lhs.size // (shared * over),
+        summed=over,
+        columns=rhs.size // (shared * over),
+    )
+
+
+def _numbers(instruction: Instruction) -> dict[str, Any]:
+    config = json.loads(instruction.text("backend_config"))
+    return config["gemm_backend_config"]["dot_dimension_numbers"]
