@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from halfstep._preflight._flops import contraction, custom_call_target
@@ -62,37 +62,52 @@ class Product:
 class Count:
     """How many products of a program are in 8 bits, and what the others are."""
 
+    total: int
     f8: int
-    eligible: int
     of_activations: int
     odd: int
     f8_flops: int
     eligible_flops: int
 
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+    @property
+    def eligible(self) -> int:
+        """Those that could be in 8 bits."""
+        return self.total - self.of_activations - self.odd
+
+    def beside(self, reference: "Count") -> dict[str, int | float]:
+        """Beside the float32 program, whose products are cuBLAS's.
+
+        That one says how many products are not eligible, and how much there is to compute in those
+        that are: Triton writes a large sum as a batch of smaller ones, and products that share a
+        factor may be merged.
+        """
+        refused = reference.of_activations + reference.odd
+        return {
+            "f8": self.f8,
+            "eligible": self.total - refused,
+            "of_activations": reference.of_activations,
+            "odd": reference.odd,
+            "f8_share_of_flops": self.f8_flops / reference.eligible_flops,
+        }
 
 
 def count(text: str) -> Count:
     """Count the products of a program, each as often as its loop turns."""
     found = products(text)
 
-    def total(chosen: Sequence[Product]) -> int:
+    def total(chosen: Iterable[Product]) -> int:
         return sum(found[product] for product in chosen)
-
-    def flops(chosen: Sequence[Product]) -> int:
-        return sum(found[product] * product.flops for product in chosen)
 
     f8 = [product for product in found if product.is_f8]
     wide = [product for product in found if not product.is_f8]
     eligible = [*f8, *(product for product in wide if product.is_eligible)]
     return Count(
+        total=found.total(),
         f8=total(f8),
-        eligible=total(eligible),
-        of_activations=total([product for product in wide if product.is_of_activations]),
-        odd=total([p for p in wide if p.is_odd and not p.is_of_activations]),
-        f8_flops=flops(f8),
-        eligible_flops=flops(eligible),
+        of_activations=total(product for product in wide if product.is_of_activations),
+        odd=total(p for p in wide if p.is_odd and not p.is_of_activations),
+        f8_flops=sum(found[product] * product.flops for product in f8),
+        eligible_flops=sum(found[product] * product.flops for product in eligible),
     )
 
 

@@ -1,8 +1,8 @@
 """A transformer of three layers, scanned and rematerialized, as four frameworks write it.
 
 Weights begin as in GPT-2, normal with a deviation of 0.02, where the framework is told how; those
-of Equinox begin as it likes. Those of Flax can be given what multiplies (`product`), and what
-changes the whole network (`wrap`), for libraries that ask for one of the two.
+of Equinox begin as it likes. Linen's can be given what multiplies (`product`), and both of Flax's
+what changes the whole network (`wrap`), for libraries that ask for one of the two.
 """
 
 import warnings
@@ -146,20 +146,13 @@ def linen_(product: Any = None, wrap: Callable[[Any], Any] = _same) -> Case:
 
 
 class _NnxBlock(nnx.Module):
-    def __init__(self, product: Any, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs):
         self.attention = nnx.MultiHeadAttention(
-            HEADS,
-            WIDTH,
-            decode=False,
-            kernel_init=_normal,
-            qkv_dot_general_cls=product,
-            out_dot_general_cls=product,
-            rngs=rngs,
+            HEADS, WIDTH, decode=False, kernel_init=_normal, rngs=rngs
         )
         self.first, self.second = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
-        options: Any = {"kernel_init": _normal, "dot_general_cls": product, "rngs": rngs}
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **options)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, **options)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, kernel_init=_normal, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, kernel_init=_normal, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         x = x + self.attention(self.first(x))
@@ -167,18 +160,16 @@ class _NnxBlock(nnx.Module):
 
 
 class _Nnx(nnx.Module):
-    def __init__(self, product: Any, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=LAYERS)
         @nnx.vmap(in_axes=0, out_axes=0)
         def blocks(rngs: nnx.Rngs) -> _NnxBlock:
-            return _NnxBlock(product, rngs)
+            return _NnxBlock(rngs)
 
         self.embed = nnx.Embed(VOCABULARY, WIDTH, embedding_init=_normal, rngs=rngs)
         self.blocks = blocks(rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = nnx.Linear(
-            WIDTH, VOCABULARY, kernel_init=_normal, dot_general_cls=product, rngs=rngs
-        )
+        self.head = nnx.Linear(WIDTH, VOCABULARY, kernel_init=_normal, rngs=rngs)
 
     def __call__(self, ids: Any) -> Any:
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -189,8 +180,8 @@ class _Nnx(nnx.Module):
         return self.head(self.norm(body(self.embed(ids), self.blocks)))
 
 
-def nnx_(product: Any = None, wrap: Callable[[Any], Any] = _same) -> Case:
-    graph, params, rest = nnx.split(wrap(_Nnx(product, nnx.Rngs(0))), nnx.Param, ...)
+def nnx_(wrap: Callable[[Any], Any] = _same) -> Case:
+    graph, params, rest = nnx.split(wrap(_Nnx(nnx.Rngs(0))), nnx.Param, ...)
     return Case(
         params, lambda p, ids: _loss(nnx.merge(graph, p, rest, copy=True)(ids[:, :-1]), ids)
     )
