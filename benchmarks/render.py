@@ -12,6 +12,7 @@ import re
 import sys
 from typing import Any
 
+from benchmarks._f8_tables import text as f8_text
 from benchmarks._report import RESULTS, table
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
@@ -416,6 +417,10 @@ def optim_cpu(result: dict[str, Any]) -> str:
     return f"{table(rows, columns)}\n\n{text}"
 
 
+def fp8(result: dict[str, Any]) -> str:
+    return f8_text(result)
+
+
 RENDERERS = (
     overhead,
     fashion_mnist,
@@ -427,6 +432,7 @@ RENDERERS = (
     optimizers,
     optim_cpu,
     release,
+    fp8,
 )
 
 
