@@ -2,7 +2,7 @@
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -154,14 +154,15 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def gradient(case: Case, batch: Any, *, steps: int = 3) -> Any:
-    """The gradient of the parameters, when scales have been seen for some steps."""
+def gradients(case: Case, batches: Sequence[Any], *, before: int = 2) -> Iterator[Any]:
+    """The gradients of batches; where there are scales, after some steps on the first one."""
     func = jax.jit(jax.grad(case.loss))
     params = case.params
-    grads = func(params, batch)
     if not (isinstance(params, Mapping) and STATE in params):
-        return grads
-    for _ in range(steps - 1):
-        params = {**params, STATE: grads[STATE]}
-        grads = func(params, batch)
-    return {name: grad for name, grad in grads.items() if name != STATE}
+        yield from (func(params, batch) for batch in batches)
+        return
+    for number, batch in enumerate([*[batches[0]] * before, *batches]):
+        grads = dict(func(params, batch))
+        params = {**params, STATE: grads.pop(STATE)}
+        if number >= before:
+            yield grads

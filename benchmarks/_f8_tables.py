@@ -19,8 +19,12 @@ def text(made: Mapping[str, Any]) -> str:
     parts = [
         "**Gradients.** The cosine between the gradient and float32's: a transformer of "
         f"{sizes['layers']} layers of width {sizes['width']}, scanned and rematerialized, "
-        f"{sizes['batch']} sequences of {sizes['tokens']} tokens. The models are unmodified.",
-        table(cosine_lines(made["cosines"]), {"policy": "policy", **shown, "bar": "at least"}),
+        f"{sizes['batch']} sequences of {sizes['tokens']} tokens; the mean of {made['batches']} "
+        "batches. The models are unmodified.",
+        table(
+            cosine_lines(made["cosines"]),
+            {"policy": "policy", **shown, "least": "lowest of all batches", "bar": "bar"},
+        ),
         "**Products.** How many of the eligible ones, forward and of both gradients, multiply "
         "8-bit operands in the program for an H100, with XLA's own kernels (Triton) and with "
         "cuBLAS. What a loop or a rematerialization repeats counts each time. Not eligible are "
@@ -58,14 +62,16 @@ def cosine_lines(rows: Sequence[Row]) -> list[Row]:
         {
             "policy": f"`{row['policy']}`",
             **{name: digits(row[name]) for name in NAMES if name in row},
+            "least": digits([min(min(row[name]) for name in NAMES if name in row)]),
             "bar": None if row["bar"] is None else f"{row['bar']:.4f}",
         }
         for row in rows
     ]
 
 
-def digits(value: float) -> str:
-    return f"{int(value * 10_000) / 10_000:.4f}"
+def digits(values: Sequence[float]) -> str:
+    """Their mean."""
+    return f"{int(sum(values) / len(values) * 10_000) / 10_000:.4f}"
 
 
 def product_lines(rows: Sequence[Row], keys: tuple[str, str]) -> list[Row]:

@@ -30,8 +30,9 @@ class Case(NamedTuple):
     loss: Callable[[Any, Any], Any]
 
 
-def data() -> jax.Array:
-    return jax.random.randint(jax.random.key(7), (BATCH, TOKENS + 1), 0, VOCABULARY)
+def data(number: int = 0) -> jax.Array:
+    """One of several batches."""
+    return jax.random.randint(jax.random.key(7 + number), (BATCH, TOKENS + 1), 0, VOCABULARY)
 
 
 _normal = jax.nn.initializers.normal(0.02)

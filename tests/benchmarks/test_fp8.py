@@ -109,9 +109,12 @@ def test_a_direction():
 
 
 def test_bars():
-    rows = [{"policy": "f8", "bar": 0.994, "linen": 0.995}, {"policy": "bf16", "bar": None}]
+    rows = [
+        {"policy": "f8", "bar": 0.994, "linen": [0.993, 0.996]},
+        {"policy": "bf16", "bar": None},
+    ]
     assert fp8.passed(rows)
-    assert not fp8.passed([*rows, {"policy": "f8-row", "bar": 0.9955, "nnx": 0.9954}])
+    assert not fp8.passed([*rows, {"policy": "f8-row", "bar": 0.9955, "nnx": [0.9954]}])
 
 
 def test_an_error_is_a_row():
@@ -134,10 +137,13 @@ def test_scales_of_flax_are_handed_on():
         jax.debug.callback(lambda s: seen.append(float(s[0])), params[_f8_peers.STATE])
         return loss(params, x)
 
-    grads = _f8_peers.gradient(Case(params, watched), jnp.full(2, 3.0))
+    batches = [jnp.full(2, 3.0), jnp.full(2, 5.0)]
+    found = list(_f8_peers.gradients(Case(params, watched), batches))
     jax.effects_barrier()
-    assert set(grads) == {"params"}
-    assert seen == [1, 2, 4]
+    # Two steps before, and one for each batch.
+    assert seen == [1, 2, 4, 8]
+    assert [set(grads) for grads in found] == [{"params"}] * 2
+    assert [float(grads["params"][0]) for grads in found] == [3, 5]
 
 
 @pytest.mark.parametrize("framework", ["equinox", "nnx", "haiku"])
@@ -281,4 +287,5 @@ def test_the_page_can_be_written(
 
 
 def test_numbers_are_rounded_down():
-    assert _f8_tables.digits(0.99959) == "0.9995"
+    assert _f8_tables.digits([0.9995, 0.9998]) == "0.9996"
+    assert _f8_tables.digits([0.99959]) == "0.9995"
