@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from halfstep._preflight._flops import contraction, custom_call_target
-from halfstep._preflight._hlo import Array, Computation, Instruction, parse
+from halfstep._preflight._hlo import Computation, Instruction, parse
 from halfstep._preflight._loops import Frame, body_frame, trip_count
 
 MULTIPLE = 16
@@ -148,9 +148,7 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
     seen = contraction(computation, instruction)
     if seen is None:
         return None
-    lhs, rhs = computation.shapes(instruction)[:2]
-    if not isinstance(lhs, Array) or not isinstance(rhs, Array):
-        raise instruction.error("two arrays")
+    lhs, rhs = seen.lhs, seen.rhs
     if instruction.base == "dot":
         summed = instruction.integers("lhs_contracting_dims", "")
         batch = instruction.integers("lhs_batch_dims", "{}")
@@ -162,9 +160,9 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
         raise instruction.error("a dot or a call of cuBLAS")
     shared, over = (math.prod(lhs.dims[axis] for axis in axes) for axes in (batch, summed))
     return Product(
-        lhs=seen.lhs,
-        rhs=seen.rhs,
-        out=seen.out,
+        lhs=lhs.dtype,
+        rhs=rhs.dtype,
+        out=seen.out.dtype,
         batch=shared,
         rows=lhs.size // (shared * over),
         summed=over,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import halfstep
-from benchmarks import _f8_models, _f8_peers, _f8_tables, _products, fp8, render
+from benchmarks import _f8_models, _f8_peers, _f8_tables, _products, fp8
 from benchmarks._transformers import Case
 from tests.preflight._compilers import need
 
