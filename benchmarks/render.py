@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._report import RESULTS, table
+from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 
@@ -322,6 +323,32 @@ def fp8_training(result: dict[str, Any]) -> str:
     )
 
 
+def fp8_outliers(result: dict[str, Any]) -> str:
+    (about,) = result["tasks"].values()
+    text = (
+        f"Each layer reads {about['massive_channels']} channels of "
+        f"{about['massive']:,.0f} beside its own {about['sizes']['width']} or, the last of a "
+        f"block, {4 * about['sizes']['width']}."
+    )
+    image = (
+        "![Loss with massive activations, and the difference to bfloat16](images/fp8_outliers.png)"
+    )
+    return f"{_trained(result, image, base='bf16')}\n\n{text}"
+
+
+def fp8_memory(result: dict[str, Any]) -> str:
+    small = result["differentiated"]
+    text = (
+        f"Peak memory of a step of {result['model']} with AdamW at batch {result['batch']}, "
+        "compiled for an H100, with products of cuBLAS's; beside it what the traced function keeps "
+        "for the backward pass, but for its arguments. The compiler may make some of that again "
+        "instead, as it does in float32, or keep it in more bits. Gradients are "
+        f"compared with float32's on a CPU, for a ViT of {small['blocks']} blocks and width "
+        f"{small['width']}: means of {result['seeds']} random initializations and batches."
+    )
+    return f"{table(fp8_memory_lines(result), FP8_MEMORY_COLUMNS)}\n\n{text}"
+
+
 def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
     first = result["results"][0]["policy"]
     columns = {
@@ -429,6 +456,8 @@ RENDERERS = (
     training,
     optim_training,
     fp8_training,
+    fp8_outliers,
+    fp8_memory,
     optimizers,
     optim_cpu,
     release,
