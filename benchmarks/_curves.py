@@ -94,7 +94,7 @@ def styles_of(policies: Sequence[str]) -> dict[str, Mapping[str, Any]]:
         return {policy: {**STYLES, **OTHERS}[policy] for policy in policies}
     first, *others = policies
     made: dict[str, Mapping[str, Any]] = {first: {**STYLES["f32"], "label": first}}
-    for policy, color in zip(others, COLORS, strict=True):
+    for policy, color in zip(others, COLORS[: len(others)], strict=True):
         made[policy] = {**STYLES["bf16"], "color": color, "linewidth": 1.2, "label": policy}
     return made
 

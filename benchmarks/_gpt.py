@@ -1,5 +1,6 @@
 """The language model that the benchmarks train, in plain float32 and without any framework."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,19 +54,25 @@ def _normalize(norm: Params, x: Array) -> Array:
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * norm["scale"] + norm["bias"]
 
 
-def _apply(linear: Params, x: Array) -> Array:
+def dense(linear: Params, x: Array) -> Array:
+    """A weight and a bias, applied."""
     return x @ linear["weight"] + linear["bias"]
 
 
-def _attend(block: Params, x: Float[Array, "batch tokens width"], heads: int) -> Array:
+Dense = Callable[[Params, Array], Array]
+
+
+def _attend(
+    block: Params, x: Float[Array, "batch tokens width"], heads: int, apply: Dense
+) -> Array:
     batch, tokens, width = x.shape
-    qkv = _apply(block["qkv"], x).reshape(batch, tokens, 3, heads, width // heads)
+    qkv = apply(block["qkv"], x).reshape(batch, tokens, 3, heads, width // heads)
     q, k, v = jnp.moveaxis(qkv, 2, 0)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
     causal = jnp.tril(jnp.ones((tokens, tokens), bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, tokens, width)
-    return _apply(block["out"], mixed)
+    return apply(block["out"], mixed)
 
 
 def logits(
@@ -75,16 +82,18 @@ def logits(
     heads: int = 12,
     remat: bool = False,
     scan: bool = True,
+    apply: Dense = dense,
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Scores of the next token at every position; the embedding is used at both ends.
 
-    With `scan=False` the layers are written out one after the other.
+    With `scan=False` the layers are written out one after the other. `apply` is how the layers
+    multiply by their weights.
     """
 
     def block(x: Array, layer: Params) -> tuple[Array, None]:
-        x = x + _attend(layer, _normalize(layer["attention_norm"], x), heads)
-        hidden = jax.nn.gelu(_apply(layer["up"], _normalize(layer["mlp_norm"], x)))
-        return x + _apply(layer["down"], hidden), None
+        x = x + _attend(layer, _normalize(layer["attention_norm"], x), heads, apply)
+        hidden = jax.nn.gelu(apply(layer["up"], _normalize(layer["mlp_norm"], x)))
+        return x + apply(layer["down"], hidden), None
 
     x = params["embed"][ids] + params["position"][: ids.shape[1]]
     # Within a scan nothing merges the two computations, so that no barrier is needed.
