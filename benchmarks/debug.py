@@ -40,8 +40,8 @@ from halfstep import autocast, debug
 MODULE = "benchmarks.debug"
 BARS = {"scopes": 1.10, "ops": 1.60}
 MODELS = (
-    vit("ViT", image=32, patch=4, width=192, hidden=768, heads=6, blocks=4, classes=10),
-    gpt("GPT", vocabulary=256, tokens=128, width=192, layers=4, heads=6),
+    vit("ViT", image=32, patch=4, width=256, hidden=1024, heads=8, blocks=2, classes=10),
+    gpt("GPT", vocabulary=256, tokens=128, width=256, layers=4, heads=8),
 )
 SMALL = (gpt("GPT", vocabulary=64, tokens=16, width=32, layers=2, heads=2),)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import _lint, _preflight
+from halfstep.cli import _lint, _preflight, _replay
 from halfstep.cli._errors import CommandError
 
 
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _lint.add(commands)
     _preflight.add(commands)
+    _replay.add(commands)
     arguments = parser.parse_args(argv)
     if "JAX_PLATFORMS" not in os.environ:
         # Nothing is computed here: no accelerator is taken from those who use it, or missed.

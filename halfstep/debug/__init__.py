@@ -1,5 +1,9 @@
 """Where did it start? Numbers of a program while it runs, and what to make of them."""
 
+from halfstep.debug._capture import (
+    Capture as Capture,
+    load_capture as load_capture,
+)
 from halfstep.debug._finding import (
     NonFinite as NonFinite,
     Operand as Operand,

@@ -1,0 +1,68 @@
+"""`halfstep replay`: run what a bad step was given once more, in its policy and in float32."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from halfstep._policy import Policy
+from halfstep.cli._errors import CommandError
+from halfstep.cli._load import checked_pair, load
+from halfstep.debug import NonFinite, first_nonfinite, load_capture
+
+_DESCRIPTION = """\
+Run what a bad step was given once more, and say where it began: in a policy,
+and in float32.
+
+DIR is one of those that debug.Capture has written. MAKE_STEP names a function
+of a policy that returns the step, or its loss or gradient, and arguments like
+those that were captured (arrays or jax.ShapeDtypeStructs):
+
+    def make_step(policy):
+        ...
+        return step, (params, state, batch)
+
+The exit status is 0 if all is finite in the policy, 1 if not, and 2 if there
+is no answer.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the command."""
+    parser = commands.add_parser(
+        "replay",
+        help="where did it begin, in the step that was captured?",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar="DIR", help="a capture: runs/captures/0")
+    parser.add_argument(
+        "make_step", metavar="MAKE_STEP", help="module:function or file.py:function"
+    )
+    parser.add_argument("--policy", default="bf16", help="such as bf16, f16 or f8 (bf16)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    try:
+        Policy.parse(arguments.policy)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    name, make = arguments.make_step, load(arguments.make_step)
+    found: dict[str, NonFinite | None] = {}
+    for policy in dict.fromkeys((arguments.policy, "f32")):
+        step, args = checked_pair(name, make(policy), "step")
+        try:
+            captured = load_capture(arguments.directory, *args)
+        except ValueError as error:
+            raise CommandError(f"{error}.") from error
+        found[policy] = first_nonfinite(step, *captured)
+    if arguments.json:
+        made = {policy: None if got is None else got.to_dict() for policy, got in found.items()}
+        sys.stdout.write(f"{json.dumps(made, indent=2)}\n")
+    else:
+        for policy, got in found.items():
+            sys.stdout.write(f"{policy}: {'all finite' if got is None else got}\n")
+    return 0 if found[arguments.policy] is None else 1

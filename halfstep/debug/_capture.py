@@ -1,0 +1,204 @@
+"""What a bad step was given, kept so that it can be run again."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from halfstep._arguments import Arguments
+from halfstep._leaves import is_array
+from halfstep._verdict import Verdict
+
+_ARRAYS = "arrays"
+_ABOUT = "about.json"
+
+
+class Capture:
+    """Keeps what a step was given whenever its gradients are not finite.
+
+    Call it inside of the jitted step. As long as all is finite it costs a branch that is not taken.
+    If not, the arrays are handed to the host and written by Orbax, in a thread of its own, into
+    `directory/0`, `directory/1` and so on. `load_capture` and the command `halfstep replay` read
+    them. With update or skip, what the step was given is also what it returns, and with donated
+    arguments this is the only way to keep it. For one process.
+
+    Args:
+        directory: Where captures are written; made if it is not there.
+        limit: How many are kept; later bad steps are not.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+        import tempfile
+
+        capture = halfstep.debug.Capture(tempfile.mkdtemp())
+
+
+        @jax.jit
+        def step(w, x):
+            grads = jax.grad(lambda w: jnp.sum(jnp.sqrt(x * w)))(w)
+            finite = halfstep.all_finite(grads)
+            capture(finite, w, x)
+            return halfstep.select_tree(finite, w - 0.1 * grads, w)
+
+
+        w = step(jnp.ones(2), jnp.array([1.0, 4.0]))
+        w = step(w, jnp.array([1.0, 0.0]))
+        (saved,) = capture.wait()
+        kept, x = halfstep.debug.load_capture(saved, w, jnp.zeros(2))
+        assert x.tolist() == [1.0, 0.0]
+        ```
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, limit: int = 3):
+        if limit < 1:
+            raise ValueError(f"limit must be at least 1, got {limit}")
+        self._directory = pathlib.Path(directory).absolute()
+        self._limit = limit
+        self._count = 0
+        self._lock = threading.Lock()
+        # Orbax may compute, and what the device calls must not.
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "halfstep-capture")
+        self._written: list[concurrent.futures.Future[pathlib.Path]] = []
+
+    def __call__(self, finite: Verdict | Bool[Array, ""], *args: Any, **kwargs: Any) -> None:
+        """Keep arguments unless all is finite.
+
+        Args:
+            finite: The verdict of the step.
+            *args: What the step was given: parameters, state, batch, keys.
+            **kwargs: The same, by name.
+        """
+        is_finite = finite.finite if isinstance(finite, Verdict) else finite
+        if is_finite is None:
+            raise ValueError(
+                "the verdict was not computed, as nothing scales the loss; ask for it with "
+                "`check_finite=True` where the gradient is made"
+            )
+        leaves = _leaves(args, kwargs)
+        paths = tuple(leaves)
+        impls = {p: str(jax.random.key_impl(x)) for p, x in leaves.items() if _is_key(x)}
+        arrays = [jax.random.key_data(x) if _is_key(x) else x for x in leaves.values()]
+
+        def save(*values: Any) -> None:
+            self._save({path: np.asarray(x) for path, x in zip(paths, values, strict=True)}, impls)
+
+        jax.lax.cond(
+            jnp.asarray(is_finite),
+            lambda *_: None,
+            lambda *values: jax.debug.callback(save, *values),
+            *arrays,
+        )
+
+    def wait(self) -> tuple[pathlib.Path, ...]:
+        """Wait until everything is written, and say where; errors of writing are raised here."""
+        jax.effects_barrier()
+        return tuple(written.result() for written in list(self._written))
+
+    def _save(self, arrays: dict[str, np.ndarray], impls: dict[str, str]) -> None:
+        with self._lock:
+            if self._count >= self._limit:
+                return
+            number, self._count = self._count, self._count + 1
+            # Copied: the device's memory is used again once this returns.
+            kept = {path: array.copy() for path, array in arrays.items()}
+            self._written.append(self._writer.submit(self._write, number, kept, impls))
+
+    def _write(self, number: int, arrays: dict[str, np.ndarray], impls: Any) -> pathlib.Path:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        while (path := self._directory / str(number)).exists():
+            number += 1  # Of an earlier run.
+        numbered = {str(at): array for at, array in enumerate(arrays.values())}
+        _checkpointer().save(path / _ARRAYS, numbered)
+        about = {"paths": list(arrays), "keys": impls}
+        # Written last: a capture without it is not whole.
+        (path / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        return path
+
+
+def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """What a bad step was given, in place of arguments of the same structure.
+
+    Args:
+        directory: One that `Capture` has written.
+        *args: What the step is given; arrays may be `jax.ShapeDtypeStruct`. What is no array is
+            taken from here.
+        **kwargs: The same, by name.
+
+    Returns:
+        The arguments with the arrays of the capture; those by name after the others.
+
+    Raises:
+        ValueError: If the directory is no whole capture, or of other arguments.
+    """
+    path = pathlib.Path(directory).absolute()
+    if not (path / _ABOUT).is_file():
+        raise ValueError(
+            f"{path} is no capture, or one that was interrupted: {_ABOUT} is missing. Give one of "
+            "the numbered directories that `debug.Capture` has written"
+        )
+    about = json.loads((path / _ABOUT).read_text())
+    leaves = _leaves(args, kwargs)
+    if list(leaves) != about["paths"]:
+        raise ValueError(_difference(list(leaves), about["paths"]))
+    numbered = _checkpointer().restore(path / _ARRAYS)
+    found = {p: numbered[str(at)] for at, p in enumerate(about["paths"])}
+    for name, array in found.items():
+        like = leaves[name]
+        if name in about["keys"]:
+            found[name] = jax.random.wrap_key_data(jnp.asarray(array), impl=about["keys"][name])
+        elif (array.shape, array.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"{name} must be {like.dtype}{list(like.shape)} as in the arguments that are "
+                f"given; the capture has {array.dtype}{list(array.shape)}"
+            )
+    values = iter(found.values())
+    taken = [
+        jnp.asarray(next(values)) if _is_dynamic(x) else x for x in jax.tree.leaves((args, kwargs))
+    ]
+    given, named = jax.tree.unflatten(jax.tree.structure((args, kwargs)), taken)
+    return (*given, *named.values())
+
+
+def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    call = Arguments(lambda *args, **kwargs: None, args, kwargs)
+    return {leaf.path: leaf.leaf for leaf in call.leaves if _is_dynamic(leaf.leaf)}
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _difference(now: list[str], before: list[str]) -> str:
+    gone = [path for path in before if path not in now][:3]
+    come = [path for path in now if path not in before][:3]
+    return (
+        f"the capture is of other arguments: it has {len(before)} arrays and the arguments have "
+        f"{len(now)}; only the capture has {gone}, only the arguments have {come}"
+    )
+
+
+def _checkpointer() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "captures are written by Orbax, which is not installed. Install it with: "
+            'pip install "halfstep[orbax]"'
+        ) from error
+    return ocp.PyTreeCheckpointer()
