@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from halfstep._f8_scaling import F8Scaling
 from halfstep._verdict import Verdict, as_predicate
 
 
@@ -19,6 +20,7 @@ class Ledger(eqx.Module):
 
     Args:
         limit: After how many skips in a row `check` raises; `None` for never.
+        fallbacks: Of a ledger that is restored: what `review` has written down.
 
     Attributes:
         applied: Steps applied.
@@ -27,6 +29,8 @@ class Ledger(eqx.Module):
         last_skipped: Index of the last skipped step, counted from 0; -1 if there is none.
         bad_losses: Skips whose loss was itself not finite (data or forward pass, not the scale).
         last_leaf: Index of the first non-finite gradient leaf in the last skipped step, or -1.
+        fallbacks: Products that `review` has taken out of 8 or 4 bits, each with the step after
+            which it did: `(("up", 1200),)`.
 
     Example:
         ```python
@@ -47,11 +51,14 @@ class Ledger(eqx.Module):
     bad_losses: Int[Array, "..."]
     last_leaf: Int[Array, "..."]
     limit: int | None = eqx.field(static=True)
+    # Of the program: it is compiled anew when one is added.
+    fallbacks: tuple[tuple[str, int], ...] = eqx.field(static=True)
 
-    def __init__(self, *, limit: int | None = None):
+    def __init__(self, *, limit: int | None = None, fallbacks: tuple[tuple[str, int], ...] = ()):
         if limit is not None and (limit != int(limit) or limit < 1):
             raise ValueError(f"`limit` must be None or a whole number, 1 or more; got {limit}.")
         self.limit = limit
+        self.fallbacks = fallbacks
         # One buffer each: donating a ledger must not donate the same buffer twice.
         self.applied, self.skipped, self.consecutive, self.bad_losses = (
             jnp.array(0, jnp.int32) for _ in range(4)
@@ -84,15 +91,28 @@ class Ledger(eqx.Module):
             self.bad_losses + bad_loss,
             jnp.where(ok, self.last_leaf, leaf),
         )
-        fields = lambda s: (  # noqa: E731
-            s.applied,
-            s.skipped,
-            s.consecutive,
-            s.last_skipped,
-            s.bad_losses,
-            s.last_leaf,
-        )
-        return eqx.tree_at(fields, self, values)
+        return eqx.tree_at(_counters, self, values)
+
+    def review(self, scaling: F8Scaling) -> tuple[F8Scaling, "Ledger"]:
+        """Take products that lose too much out of a recipe, on the host, and write it down.
+
+        It reads the counters, so it waits for the step: call it where you log. A step function is
+        compiled anew if something has changed.
+
+        Args:
+            scaling: The recipe's state; see `F8Scaling.review`.
+
+        Returns:
+            The state and the ledger from now on.
+        """
+        reviewed = scaling.review()
+        new = [name for name in reviewed.off if name not in scaling.off]
+        if not new:
+            return scaling, self
+        steps = int(np.asarray(self.steps))
+        found = (*self.fallbacks, *((name, steps) for name in new))
+        ledger = Ledger(limit=self.limit, fallbacks=found)
+        return reviewed, eqx.tree_at(_counters, ledger, _counters(self))
 
     def check(self, tree: Any = None, *, scaling: Any = None) -> None:
         """Raise on the host if the limit of consecutive skips is reached.
@@ -135,3 +155,14 @@ class Ledger(eqx.Module):
                 "(c) operations whose derivative is infinite, such as sqrt or norm at 0."
             )
         raise SkipLimitError("\n".join(lines))
+
+
+def _counters(ledger: Ledger) -> tuple[Any, ...]:
+    return (
+        ledger.applied,
+        ledger.skipped,
+        ledger.consecutive,
+        ledger.last_skipped,
+        ledger.bad_losses,
+        ledger.last_leaf,
+    )

@@ -54,7 +54,7 @@ def contract(
         result = _bind(primitive, options, primals, compute)
         if kept is not None:
             derivative = Derivative(primitive, tuple(options.items()), compute, tuple(gradients))
-            return result, derivative(primals, tangents, result, kept)
+            return derivative(primals, tangents, result, kept)
         terms = [
             _linear.bind(
                 *primals[:position],

@@ -77,18 +77,20 @@ class Derivative:
 
     def __call__(
         self, primals: Sequence[Any], tangents: Sequence[Any], result: Any, factor: Factor
-    ) -> Any:
-        """The tangent of a result; what moves not at all is `SymbolicZero`."""
+    ) -> tuple[Any, Any]:
+        """The result and its tangent; what moves not at all is `SymbolicZero`."""
         moving = tuple(i for i in (0, 1) if not isinstance(tangents[i], SymbolicZero))
         if not moving:
-            return jnp.zeros_like(result)
+            return result, jnp.zeros_like(result)
         # What one factor's gradient needs of the other.
         kept = [
             keep(primals[i].astype(self.compute), factor) if 1 - i in moving else None
             for i in (0, 1)
         ]
+        # XLA would else be free to keep factors as they are, and to round them when they are due.
+        result, kept = jax.lax.optimization_barrier((result, kept))
         function = dataclasses.replace(self, moving=moving)
-        return linear(function, (kept, primals[2:]), [tangents[i] for i in moving])
+        return result, linear(function, (kept, primals[2:]), [tangents[i] for i in moving])
 
     def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
         """The tangent of the result."""
@@ -109,6 +111,8 @@ class Derivative:
     def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
         """The gradients of the factors."""
         kept, rest = residuals
+        # XLA would else restore a factor where it is made, and keep it in 16 bits from there on.
+        kept, cotangent = jax.lax.optimization_barrier((kept, cotangent))
         return [
             gradient_by(
                 self.primitive,

@@ -17,6 +17,7 @@ run continues with the period and the limits it was started with.
 """
 
 import dataclasses
+import json
 from typing import Any
 
 import flax.serialization
@@ -41,7 +42,9 @@ def _describe(value: Any) -> str:
 
 
 def _to_state_dict(node: Any) -> dict[str, Any]:
-    return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    # Tuples are what Flax cannot write.
+    return {n: json.dumps(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
 def _restore_array(value: Any, target: Any, name: str, owner: type) -> Any:
@@ -54,6 +57,8 @@ def _restore_array(value: Any, target: Any, name: str, owner: type) -> Any:
 
 
 def _restore_static(value: Any, target: Any, name: str, owner: type) -> Any:
+    if isinstance(target, tuple) and isinstance(value, str):
+        return tuple(tuple(item) for item in json.loads(value))
     kinds = (int, type(None)) if name == "limit" else (type(target),)
     if not isinstance(value, kinds) or isinstance(value, bool):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)

@@ -94,3 +94,15 @@ def test_in_a_policy():
     assert Policy.parse(str(policy)) == policy
     with pytest.raises(ValueError, match="for autocast to 16 bits"):
         Policy.parse("f32,residuals=e4m3")
+
+
+def test_under_vmap():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    gradient = jax.grad(halfstep.autocast(loss, "bf16,residuals=e4m3"))
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (16, 8)), jax.random.normal(keys[1], (4, 8, 16))
+    many = jax.jit(jax.vmap(gradient, (None, 0)))(w, x)
+    one = jax.jit(gradient)
+    np.testing.assert_array_equal(many, jnp.stack([one(w, x[i]) for i in range(4)]))

@@ -250,9 +250,15 @@ def test_a_product_that_loses_too_much_is_taken_out():
         params = {**params, "in": 64 * params["in"]}
         assert state.review() is state
         state, _, _ = gradient(state, params, X)
-    state = state.review()
+    ledger = halfstep.Ledger(limit=3).record(True).record(True)
+    same(state.review(), ledger.review(state)[0])
+    state, ledger = ledger.review(state)
     # What comes after it grows as well.
     assert sorted(state.off) == sorted(state.sites)
+    assert sorted(ledger.fallbacks) == [(name, 2) for name in sorted(state.sites)]
+    assert (ledger.applied, ledger.limit) == (2, 3)
+    assert ledger.review(state) == (state, ledger)
+    assert ledger.record(False).fallbacks == ledger.fallbacks
     after, finite, _ = gradient(state, params, X)
     assert finite
     same(after.sites, state.sites)

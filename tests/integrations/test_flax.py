@@ -32,6 +32,7 @@ CASES = {
     "static": (StaticLossScaling(2.0**7), StaticLossScaling(1.0)),
     "none": (NoLossScaling(), NoLossScaling()),
     "ledger": (Ledger(limit=9).record(True).record(verdict()), Ledger()),
+    "ledger-of-fallbacks": (Ledger(fallbacks=(("up", 7), ("down", 9))).record(True), Ledger()),
     "ledger-without-limit": (Ledger().record(False), Ledger(limit=2)),
     "verdict": (verdict(), Verdict(jnp.asarray(True), jnp.asarray(False), jnp.int32(-1))),
     "unchecked": (Verdict(None, None, None), Verdict(None, None, None)),
