@@ -25,7 +25,7 @@ BAR_PERCENT = 0.25
 FULL = training.Plan(
     lambda: (
         fashion_mnist(
-            Schedule(steps=2000, batch=8, learning_rate=1e-3),
+            Schedule(steps=2000, batch=32, learning_rate=1e-3),
             {"patch": 7, "width": 64, "hidden": 128, "heads": 4, "blocks": 2},
         ),
         python_sources(

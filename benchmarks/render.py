@@ -448,6 +448,44 @@ def fp8(result: dict[str, Any]) -> str:
     return f8_text(result)
 
 
+def debug(result: dict[str, Any]) -> str:
+    columns = {
+        "model": "model",
+        "sites": "recorded",
+        "count": "sites",
+        "time_ratio": "time",
+        "temporary_ratio": "temporary memory",
+        "instruction_ratio": "instructions",
+        "same_bits": "same bits",
+    }
+    costs = [{**row, "same_bits": "yes" if row["same_bits"] else "no"} for row in result["costs"]]
+    faults = [
+        {
+            **row,
+            "found": ("" if row["is_right"] else "wrong: ")
+            + f"{row['found']}, {row['found_pass']}",
+        }
+        for row in result["faults"]
+    ]
+    heads = {
+        "fault": "fault",
+        "framework": "written in",
+        "found": "`debug.first_nonfinite`",
+        "debug_nans": "`jax.debug_nans`",
+    }
+    right = sum(row["is_right"] for row in faults)
+    theirs = sum(row["debug_nans_is_right"] for row in faults)
+    return (
+        "A training step in bfloat16 with AdamW on a CPU, recorded and bare, as ratios of "
+        "interleaved runs:\n\n"
+        f"{table(costs, columns)}\n\n"
+        f"Planted faults, of which `debug.first_nonfinite` names {right} of {len(faults)} with "
+        f"line, pass, turn and shard, and `jax.debug_nans`, of the jitted step, {theirs} by line. "
+        "It looks for NaN only, not for infinities, and says nothing of what came before:\n\n"
+        f"{table(faults, heads)}"
+    )
+
+
 RENDERERS = (
     overhead,
     fashion_mnist,
@@ -462,6 +500,7 @@ RENDERERS = (
     optim_cpu,
     release,
     fp8,
+    debug,
 )
 
 
