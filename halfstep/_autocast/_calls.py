@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from halfstep._autocast._graph import Node, closed, graph_of, is_unspecified
+from halfstep._autocast._graph import Node, closed, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._types import (
     Call,
@@ -57,22 +57,17 @@ def _run_shard_map(call: Call) -> list[Any]:
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
-        # JAX 0.8 has the first name, JAX 0.10 the second.
-        axis_names=params.get("manual_axes", params.get("newly_manual_axes")),
+        axis_names=call.node.manual_axes,
     )
     return list(func(*call.operands))
 
 
 def _run_jit(call: Call) -> list[Any]:
-    decision, params = call.decision, call.node.params
-
-    def given(name: str) -> tuple[Any, ...]:
-        return tuple(None if is_unspecified(found) else found for found in params[name])
-
+    decision = call.decision
     func = jax.jit(
         lambda *values: tuple(call.run(decision.inner, values, decision.outs, slots=call.slots)),
-        in_shardings=given("in_shardings"),
-        out_shardings=given("out_shardings"),
+        in_shardings=call.node.shardings("in_shardings"),
+        out_shardings=call.node.shardings("out_shardings"),
     )
     return list(func(*call.operands))
 

@@ -1,5 +1,6 @@
 """A traced function as a flat graph: calls inlined, every value numbered."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from halfstep._jaxprs import jaxprs_in
 from halfstep._rules import plain_scope
@@ -49,6 +50,23 @@ class Node:
     def name(self) -> str:
         """The name of the primitive."""
         return self.primitive.name
+
+    def in_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """What runs in here has this operation's line and scopes."""
+        source = self.source
+        return source_info_util.user_context(
+            source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
+        )
+
+    def shardings(self, name: str) -> tuple[Any, ...]:
+        """Of a call, where its `"in_shardings"` or `"out_shardings"` lie, as `jax.jit` takes it."""
+        return tuple(None if is_unspecified(found) else found for found in self.params[name])
+
+    @property
+    def manual_axes(self) -> Any:
+        """Of a `shard_map`, the axes of the mesh that it maps over."""
+        # JAX 0.8 has the first name, JAX 0.10 the second.
+        return self.params.get("manual_axes", self.params.get("newly_manual_axes"))
 
     @property
     def scope(self) -> str:

@@ -1,6 +1,5 @@
 """Run a planned function."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
@@ -9,14 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 
 from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._contract import contract
 from halfstep._autocast._decide import bind_by
 from halfstep._autocast._difference import difference
 from halfstep._autocast._f8._site import OFF, Slots
-from halfstep._autocast._graph import Constant, Node, Operand
+from halfstep._autocast._graph import Constant, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
@@ -102,7 +100,7 @@ class _Environment:
 def _run_node(env: _Environment, index: int) -> None:
     node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
     operands = [_operand(env, operand, index) for operand in node.ins]
-    with _in_scope(node):
+    with node.in_scope():
         results = _bind(env, index, operands)
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
@@ -200,13 +198,6 @@ def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], 
         return made
     made = dict(made)
     return (), made
-
-
-def _in_scope(node: Node) -> contextlib.AbstractContextManager[Any]:
-    source = node.source
-    return source_info_util.user_context(
-        source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
-    )
 
 
 def _run_island(env: _Environment, island: Island) -> None:

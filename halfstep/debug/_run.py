@@ -1,6 +1,5 @@
 """Run a program and hand out what is recorded of it beside what it returns."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -8,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from halfstep._autocast._graph import Constant, Node, is_unspecified
+from halfstep._autocast._graph import Constant, Node
 from halfstep._autocast._run import bind_params
 from halfstep.debug._body import DERIVATIVES, REMATS, Body
 from halfstep.debug._layout import Layout
@@ -73,7 +72,7 @@ def run(
     for index, node in enumerate(graph.nodes):
         operands = [read(operand) for operand in node.ins]
         bodies = body.inner.get(index, ())
-        with _in_scope(node):
+        with node.in_scope():
             if any(map(layout.count, bodies)):
                 call = _Call(node, bodies, operands, inside, layout)
                 results, rows = _RUNNERS[node.name](call)
@@ -91,13 +90,6 @@ def _bind(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     subfuns, params = bind_params(node.primitive, dict(node.params))
     results = node.primitive.bind(*subfuns, *operands, **params)
     return results if node.primitive.multiple_results else [results]
-
-
-def _in_scope(node: Node) -> contextlib.AbstractContextManager[Any]:
-    source = node.source
-    return source_info_util.user_context(
-        source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
-    )
 
 
 def _turn_column(body: Body) -> int:
@@ -188,10 +180,7 @@ def _call(call: _Call) -> Results:
 
 
 def _jit(call: _Call) -> Results:
-    (body,), params = call.bodies, call.node.params
-
-    def given(name: str) -> tuple[Any, ...]:
-        return tuple(None if is_unspecified(found) else found for found in params[name])
+    (body,) = call.bodies
 
     def inside(*values: Any) -> Any:
         results, rows = call.run(body, values)
@@ -199,8 +188,8 @@ def _jit(call: _Call) -> Results:
 
     func = jax.jit(
         inside,
-        in_shardings=given("in_shardings"),
-        out_shardings=(given("out_shardings"), None),
+        in_shardings=call.node.shardings("in_shardings"),
+        out_shardings=(call.node.shardings("out_shardings"), None),
     )
     results, rows = func(*call.operands)
     return list(results), rows
@@ -208,8 +197,7 @@ def _jit(call: _Call) -> Results:
 
 def _shard_map(call: _Call) -> Results:
     (body,), params = call.bodies, call.node.params
-    # JAX 0.8 has the first name, JAX 0.10 the second.
-    manual = params.get("manual_axes", params.get("newly_manual_axes"))
+    manual = call.node.manual_axes
     axes = tuple(name for name in params["mesh"].axis_names if name in manual)
 
     def inside(*values: Any) -> Any:

@@ -35,8 +35,6 @@ class Column(IntEnum):
     """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
 
 
-WIDTH = len(Column) - 1
-"""Of a row outside of all loops."""
 EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
 
 
@@ -89,11 +87,6 @@ def as_rows(values: Sequence[Sequence[Any]], loops: int) -> jax.Array:
     columns = [jnp.stack(column) for column in zip(*values, strict=True)]
     nowhere = jnp.full(len(values), -1, jnp.float32)
     return jnp.stack([*columns, *[nowhere] * (1 + loops)], axis=1)
-
-
-def row(value: jax.Array, compute: np.dtype, loops: int, *, detail: bool = False) -> jax.Array:
-    """The row of one value; see `numbers`."""
-    return as_rows([numbers(value, compute, detail=detail)], loops)[0]
 
 
 def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:

@@ -5,9 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfstep.debug._stats import EMPTY, Column, after_turn, combined, empty, is_recorded, row
+from halfstep.debug._stats import (
+    EMPTY,
+    Column,
+    after_turn,
+    as_rows,
+    combined,
+    empty,
+    is_recorded,
+    numbers,
+)
 
 FLOAT16 = np.dtype(np.float16)
+
+
+def row(value, compute, loops, *, detail=False):
+    return as_rows([numbers(value, compute, detail=detail)], loops)[0]
 
 
 def _oracle(values: np.ndarray, compute: np.dtype) -> dict[Column, float]:
