@@ -31,9 +31,13 @@ class FlatCall:
         """Of what is given for each leaf, what is given for the arrays."""
         return [x for x, dynamic in zip(of_leaves, self.is_dynamic, strict=True) if dynamic]
 
+    def given(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's `args` and `kwargs` with other arrays in place."""
+        return self.arguments.rebuild(_merged(self._leaves, self.is_dynamic, arrays))
+
     def __call__(self, *arrays: Any) -> list[Any]:
         """The results' arrays."""
-        args, kwargs = self.arguments.rebuild(_merged(self._leaves, self.is_dynamic, arrays))
+        args, kwargs = self.given(arrays)
         results, treedef = jtu.tree_flatten(self._func(*args, **kwargs))
         is_traced = [eqx.is_array(result) for result in results]
         others = [None if traced else x for x, traced in zip(results, is_traced, strict=True)]

@@ -8,14 +8,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from halfstep._arguments import Arguments
-from halfstep._leaves import is_array
+from halfstep._flat import FlatCall
 from halfstep._verdict import Verdict
 
 _ARRAYS = "arrays"
@@ -86,10 +84,11 @@ class Capture:
                 "the verdict was not computed, as nothing scales the loss; ask for it with "
                 "`check_finite=True` where the gradient is made"
             )
-        leaves = _leaves(args, kwargs)
-        paths = tuple(leaves)
-        impls = {p: str(jax.random.key_impl(x)) for p, x in leaves.items() if _is_key(x)}
-        arrays = [jax.random.key_data(x) if _is_key(x) else x for x in leaves.values()]
+        call = _flat(args, kwargs)
+        paths = call.paths
+        pairs = zip(paths, call.arrays, strict=True)
+        impls = {path: str(jax.random.key_impl(x)) for path, x in pairs if _is_key(x)}
+        arrays = [jax.random.key_data(x) if _is_key(x) else x for x in call.arrays]
 
         def save(*values: Any) -> None:
             self._save({path: np.asarray(x) for path, x in zip(paths, values, strict=True)}, impls)
@@ -149,35 +148,27 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
             "the numbered directories that `debug.Capture` has written"
         )
     about = json.loads((path / _ABOUT).read_text())
-    leaves = _leaves(args, kwargs)
-    if list(leaves) != about["paths"]:
-        raise ValueError(_difference(list(leaves), about["paths"]))
+    call = _flat(args, kwargs)
+    if list(call.paths) != about["paths"]:
+        raise ValueError(_difference(list(call.paths), about["paths"]))
     numbered = _checkpointer().restore(path / _ARRAYS)
-    found = {p: numbered[str(at)] for at, p in enumerate(about["paths"])}
-    for name, array in found.items():
-        like = leaves[name]
+    found = []
+    for at, (name, like) in enumerate(zip(call.paths, call.arrays, strict=True)):
+        array = numbered[str(at)]
+        found.append(jnp.asarray(array))
         if name in about["keys"]:
-            found[name] = jax.random.wrap_key_data(jnp.asarray(array), impl=about["keys"][name])
+            found[at] = jax.random.wrap_key_data(found[at], impl=about["keys"][name])
         elif (array.shape, array.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"{name} must be {like.dtype}{list(like.shape)} as in the arguments that are "
                 f"given; the capture has {array.dtype}{list(array.shape)}"
             )
-    values = iter(found.values())
-    taken = [
-        jnp.asarray(next(values)) if _is_dynamic(x) else x for x in jax.tree.leaves((args, kwargs))
-    ]
-    given, named = jax.tree.unflatten(jax.tree.structure((args, kwargs)), taken)
+    given, named = call.given(found)
     return (*given, *named.values())
 
 
-def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    call = Arguments(lambda *args, **kwargs: None, args, kwargs)
-    return {leaf.path: leaf.leaf for leaf in call.leaves if _is_dynamic(leaf.leaf)}
-
-
-def _is_dynamic(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
+def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
+    return FlatCall(lambda *args, **kwargs: None, args, kwargs)
 
 
 def _is_key(leaf: Any) -> bool:
