@@ -1,6 +1,7 @@
 """Tree paths as text, and the rules that select leaves by them."""
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,6 +32,12 @@ def compile_rule(rule: Any) -> re.Pattern[str]:
         raise ValueError(
             f"a path rule cannot contain a comma; got {rule!r}. Write '?' in its place."
         )
+    return _pattern(rule)
+
+
+# Asked for every operation of a function and every rule.
+@functools.lru_cache(maxsize=4096)
+def _pattern(rule: str) -> re.Pattern[str]:
     parts: list[str] = []
     for component in rule.split("/"):
         if component == "**":

@@ -1,6 +1,8 @@
 """What a precision policy is, and how it is written."""
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
@@ -11,6 +13,7 @@ import numpy as np
 from halfstep._cast import cast_tree
 from halfstep._formats import DTypeLike, dtype_name, parse_dtype
 from halfstep._paths import compile_rule
+from halfstep._policy_file import from_toml, to_toml
 from halfstep._recipe import RECIPES, Recipe, as_recipe
 from halfstep._rules import PrecisionRule, as_rule
 
@@ -68,6 +71,17 @@ class Policy:
         careful = Policy(compute="f16", rules=("scope:head=float32",))
         assert str(careful) == "p=f32,c=f16,o=f32,scope:head=float32"
         assert str(Policy.parse("f8")) == "p=f32,c=bf16,o=f32,recipe=f8"
+        ```
+
+        In a file, which people can read and edit:
+
+        ```python
+        import pathlib, tempfile
+
+        path = pathlib.Path(tempfile.mkdtemp(), "policy.toml")
+        careful.save(path, notes=("The head needs it.",))
+        assert path.read_text().startswith("# The head needs it.")
+        assert Policy.load(path) == careful
         ```
     """
 
@@ -180,6 +194,61 @@ class Policy:
         fields.setdefault("output", fields["compute"])
         return Policy(**fields, keep=keep, rules=rules)
 
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Policy":
+        """Read a policy from a file that `save`, `debug.bisect` or a person has written.
+
+        Args:
+            path: A TOML file with the fields of a policy as texts: `compute = "f16"`,
+                `rules = ["scope:head=float32"]`. What is left out is as in `Policy()`.
+
+        Raises:
+            ValueError: If the file says anything that is no policy.
+        """
+        path = pathlib.Path(path)
+        known = [field.name for field in dataclasses.fields(Policy)]
+        fields = from_toml(path.read_text(encoding="utf-8"), path.name, known)
+        try:
+            return Policy(**fields)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str], *, notes: Sequence[str] = ()) -> None:
+        """Write the policy into a file that `load` reads.
+
+        Args:
+            path: The file; by custom, it ends with `.toml`.
+            notes: Lines of comment at its beginning.
+
+        Raises:
+            ValueError: If it has rules with functions, or a recipe that has no name.
+        """
+        if not self._is_text:
+            raise ValueError(
+                f"{self} has rules with functions, or a recipe that is not one of RECIPES: these "
+                "cannot be written into a file."
+            )
+        dtypes = (self.param, self.compute, self.output)
+        param, compute, output = map(dtype_name, dtypes)
+        fields = {
+            "param": param,
+            "compute": compute,
+            "output": output,
+            "keep": self.keep,
+            "rules": self.rules,
+            "accumulate": None if self.accumulate is None else dtype_name(self.accumulate),
+            "recipe": None if self.recipe is None else self.recipe.name,
+            "residuals": self.residuals,
+            "mode": None if self.mode == "autocast" else self.mode,
+        }
+        pathlib.Path(path).write_text(to_toml(fields, notes), encoding="utf-8")
+
+    @property
+    def _is_text(self) -> bool:
+        """Whether its text says all of it."""
+        known = self.recipe is None or RECIPES.get(self.recipe.name) == self.recipe
+        return known and all(rule.is_text for rule in self.rules)
+
     def __str__(self) -> str:
         parts = [
             f"{key}={dtype_name(dtype)}"
@@ -196,10 +265,7 @@ class Policy:
         return ",".join(parts) + (":inputs" if self.mode == "inputs" else "")
 
     def __repr__(self) -> str:
-        known = self.recipe is None or RECIPES.get(self.recipe.name) == self.recipe
-        if not all(rule.is_text for rule in self.rules) or not known:
-            return f"Policy({str(self)!r})"
-        return f"Policy.parse({str(self)!r})"
+        return f"Policy.parse({str(self)!r})" if self._is_text else f"Policy({str(self)!r})"
 
     @property
     def casts_float64(self) -> bool:

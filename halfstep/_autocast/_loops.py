@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 
 from halfstep._autocast._graph import Constant, Graph, Node, closed, graph_of
 from halfstep._autocast._kinds import Kind, carried, join
@@ -59,7 +60,8 @@ def _run_scan(call: Call) -> list[Any]:
     decision, params = call.decision, call.node.params
     inner, kinds = decision.inner
     first, carries = params["num_consts"], params["num_carry"]
-    values = _hold(call, kinds, [inner.graph.avals[n] for n in inner.graph.inputs])
+    avals = [inner.graph.avals[n] for n in inner.graph.inputs]
+    values = hold(call.operands, kinds, avals, call.settings.compute)
     consts, init, xs = values[:first], values[first : first + carries], values[first + carries :]
 
     def body(carry: Any, turn: Any) -> Any:
@@ -82,11 +84,13 @@ def _run_scan(call: Call) -> list[Any]:
     return [*carry, *ys]
 
 
-def _hold(call: Call, kinds: Sequence[Kind], avals: Sequence[Any]) -> list[Any]:
+def hold(
+    values: Sequence[Any], kinds: Sequence[Kind], avals: Sequence[Any], compute: np.dtype
+) -> list[Any]:
     """The operands of a loop in the dtypes that kinds stand for."""
     made = []
-    for value, kind, aval in zip(call.operands, kinds, avals, strict=True):
-        dtype = held_dtype(aval, kind, call.settings.compute)
+    for value, kind, aval in zip(values, kinds, avals, strict=True):
+        dtype = held_dtype(aval, kind, compute)
         made.append(value if dtype is None else jax.lax.convert_element_type(value, dtype))
     return made
 
@@ -119,7 +123,7 @@ def _run_while(call: Call) -> list[Any]:
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     inputs = test.graph.inputs[: split[0]]
     avals = [test.graph.avals[n] for n in inputs] + [body.graph.avals[n] for n in body.graph.inputs]
-    values = _hold(call, kinds, avals)
+    values = hold(call.operands, kinds, avals, call.settings.compute)
     of_condition, of_body, init = (
         values[: split[0]],
         values[split[0] : split[1]],

@@ -44,7 +44,7 @@ def run(
         place: Whether it is all of a function, or the inside of a call or a loop.
         slots: What a recipe's state has for its products, by the number of the operation.
     """
-    env = _Environment(plan, place, slots=slots)
+    env = Environment(plan, place, slots=slots)
     for number, value in zip(plan.graph.inputs, values, strict=True):
         env.write(number, value)
     for number, value in plan.graph.constants:
@@ -65,7 +65,7 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
     return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
 
 
-class _Environment:
+class Environment:
     """Values by number, each in one or both of the two dtypes."""
 
     def __init__(
@@ -97,11 +97,11 @@ class _Environment:
         return self.others[key]
 
 
-def _run_node(env: _Environment, index: int) -> None:
+def _run_node(env: Environment, index: int) -> None:
     node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
-    operands = [_operand(env, operand, index) for operand in node.ins]
+    operands = [operand_of(env, operand, index) for operand in node.ins]
     with node.in_scope():
-        results = _bind(env, index, operands)
+        results = bind(env, index, operands)
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
         if dtype is not None and result.dtype != dtype:
@@ -109,7 +109,7 @@ def _run_node(env: _Environment, index: int) -> None:
         env.write(number, result)
 
 
-def _operand(env: _Environment, operand: Operand, index: int) -> Any:
+def operand_of(env: Environment, operand: Operand, index: int) -> Any:
     """An operand in the dtype that the operation takes."""
     plan, decision = env.plan, env.plan.decisions[index]
     kind = plan.seen(operand, plan.levels[index])
@@ -148,7 +148,7 @@ def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
     return not isinstance(operand, Constant) and own != shape
 
 
-def _bind(env: _Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]:
+def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]:
     """Run one operation."""
     plan = env.plan
     node, decision = plan.graph.nodes[index], plan.decisions[index]
@@ -200,12 +200,12 @@ def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], 
     return (), made
 
 
-def _run_island(env: _Environment, island: Island) -> None:
+def _run_island(env: Environment, island: Island) -> None:
     plan = env.plan
     last = env.place is Place.WHOLE and island.is_last
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = _Environment(plan, env.place, stored=not last)
+        inner = Environment(plan, env.place, stored=not last)
         for number, value in zip(island.inputs, values, strict=True):
             inner.write(number, value)
         for index in island.nodes:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from halfstep._autocast._graph import graph_of
 from halfstep._autocast._kinds import Kind, is_subject
@@ -25,6 +26,8 @@ class Traced:
     """Where in the call each of them is, beginning with the parameter's name."""
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes what the function returns out of the plan's outputs."""
+    program: core.ClosedJaxpr
+    """What was traced."""
 
 
 def trace(
@@ -61,7 +64,8 @@ def trace(
     # compute dtype neither changes what it is added to nor the dtype of a loop's carry.
     stored = _stored(kinds, arrays, settings)
     given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
-    graph = graph_of(jax.make_jaxpr(call)(*given))
+    program = jax.make_jaxpr(call)(*given)
+    graph = graph_of(program)
     avals = [graph.avals[number] for number in graph.inputs]
     kinds = [Kind.STORED if low else kind for kind, low in zip(kinds, stored, strict=True)]
     of_dtype = [
@@ -69,7 +73,7 @@ def trace(
         for kind, aval in zip(kinds, avals, strict=True)
     ]
     made = plan(graph, of_dtype, settings)
-    return Traced(made, arrays, call.paths, call.rebuild)
+    return Traced(made, arrays, call.paths, call.rebuild, program)
 
 
 def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:

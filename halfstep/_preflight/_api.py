@@ -9,7 +9,7 @@ from halfstep._preflight._entry import PreflightEntry, make_entry
 from halfstep._preflight._errors import PreflightError, RefusedError
 from halfstep._preflight._lowering import Program, lower
 from halfstep._preflight._mesh import MeshLike, as_mesh, check_mesh
-from halfstep._preflight._progress import Progress
+from halfstep._progress import Progress
 from halfstep._preflight._report import PreflightReport
 from halfstep._preflight._requirements import compiler_versions
 from halfstep._preflight._roles import roles as bytes_by_role

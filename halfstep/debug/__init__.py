@@ -1,9 +1,21 @@
 """Where did it start? Numbers of a program while it runs, and what to make of them."""
 
+from halfstep.debug._bisect import bisect as bisect
+from halfstep.debug._bisection import (
+    Bisection as Bisection,
+    Needed as Needed,
+)
 from halfstep.debug._capture import (
     Capture as Capture,
     load_capture as load_capture,
 )
+from halfstep.debug._compare import compare as compare
+from halfstep.debug._comparison import (
+    Comparison as Comparison,
+    Deviation as Deviation,
+    GradientDeviation as GradientDeviation,
+)
+from halfstep.debug._deviation import Distance as Distance
 from halfstep.debug._finding import (
     NonFinite as NonFinite,
     Operand as Operand,

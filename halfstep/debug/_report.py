@@ -1,15 +1,14 @@
 """What a log says."""
 
 import dataclasses
-import json
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
 
 from halfstep.debug._finding import NonFinite, finding
 from halfstep.debug._html import html
+from halfstep.debug._json import as_json
 from halfstep.debug._layout import Layout
 from halfstep.debug._origin import origin
 from halfstep.debug._parents import Parents
@@ -90,10 +89,7 @@ class DebugReport:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Everything as JSON, infinite numbers as text; also written to a file if one is given."""
-        made = json.dumps(_plain(self.to_dict()), indent=2)
-        if path is not None:
-            pathlib.Path(path).write_text(made + "\n")
-        return made
+        return as_json(self.to_dict(), path)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw sites and steps as a map of magnitudes, into a PNG.
@@ -169,14 +165,3 @@ def _nearest(rows: np.ndarray) -> list[int]:
     lost = rows[:, Column.BELOW] + rows[:, Column.ABOVE]
     order = np.argsort(-lost, kind="stable")
     return [int(number) for number in order[: _UPSTREAM + 1] if lost[number] > 0]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value

@@ -1,6 +1,6 @@
 """Run a program and hand out what is recorded of it beside what it returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,14 +79,15 @@ def run(
                 blocks += [as_rows(own, layout.loops), rows]
                 own = []
             else:
-                results = _bind(node, operands)
+                results = bind_as_traced(node, operands)
             env.update(zip(node.outs, results, strict=True))
             record(node.outs)
     rows = jnp.concatenate([*blocks, as_rows(own, layout.loops)])
     return [read(operand) for operand in graph.outputs], rows
 
 
-def _bind(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+def bind_as_traced(node: Node, operands: Sequence[Any]) -> Iterable[Any]:
+    """Run an operation as it was traced."""
     subfuns, params = bind_params(node.primitive, dict(node.params))
     results = node.primitive.bind(*subfuns, *operands, **params)
     return results if node.primitive.multiple_results else [results]

@@ -49,17 +49,18 @@ def trace(
     with lines_of_backward_functions():
         program = jax.make_jaxpr(call)(*call.arrays)
     body = body_of(program, call.paths, _carried(call, program.out_avals))
+    return Traced(layout_for(body, sites), call, compute or _narrowest(body))
+
+
+def layout_for(body: Body, sites: Sites) -> Layout:
+    """The rows of a program, of the values that a user asks for."""
     if sites == "scopes":
-        layout = layout_of(body, between_lines)
-    elif sites == "ops":
-        layout = layout_of(body, every_operation)
-    elif callable(sites):
-        layout = layout_of(body, every_operation, sites)
-    else:
-        raise ValueError(
-            f'sites must be "scopes", "ops" or a function of a `debug.Site`, got {sites!r}'
-        )
-    return Traced(layout, call, compute or _narrowest(body))
+        return layout_of(body, between_lines)
+    if sites == "ops":
+        return layout_of(body, every_operation)
+    if callable(sites):
+        return layout_of(body, every_operation, sites)
+    raise ValueError(f'sites must be "scopes", "ops" or a function of a `debug.Site`, got {sites!r}')
 
 
 def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:

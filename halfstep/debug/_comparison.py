@@ -1,0 +1,139 @@
+"""What a comparison says."""
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from halfstep.debug._comparison_plot import plot
+from halfstep.debug._comparison_text import html, text
+from halfstep.debug._deviation import Distance, distance
+from halfstep.debug._json import as_json
+from halfstep.debug._site import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How far a site is from itself in float32.
+
+    Attributes:
+        site: What and where it is.
+        dtype: The dtype in which the policy holds it.
+        error: The norm of the difference, relative to that in float32; infinite where elements are
+            finite in one and not in the other.
+        cosine: Between both.
+        before: The largest error among the sites that it is made of.
+        turns: Of a site in a loop, the error in each turn.
+    """
+
+    site: Site
+    dtype: str
+    error: float
+    cosine: float
+    before: float
+    turns: tuple[float, ...] = ()
+
+    @property
+    def added(self) -> float:
+        """How much error this site adds to what it is made of."""
+        return 0.0 if self.error <= self.before else self.error - self.before
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {**dataclasses.asdict(self), "site": self.site.to_dict(), "added": self.added}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientDeviation:
+    """How far the gradient of a parameter is from that in float32.
+
+    Attributes:
+        path: Of the parameter.
+        sums: What `error` and `cosine` are made of.
+    """
+
+    path: str
+    sums: tuple[float, ...] = dataclasses.field(repr=False)
+
+    @property
+    def error(self) -> float:
+        """The norm of the difference, relative to that in float32."""
+        return _distance([self.sums]).error
+
+    @property
+    def cosine(self) -> float:
+        """Between both."""
+        return _distance([self.sums]).cosine
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {"path": self.path, "error": self.error, "cosine": self.cosine}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Where a policy departs from float32.
+
+    `print(report)` shows where error is added, most first, and the gradients; a notebook shows the
+    same as HTML.
+
+    Attributes:
+        policy: The policy, as text.
+        results: Error and cosine of what the function returns.
+        sites: All sites that were computed, in the order of a run.
+        gradients: Of a loss, how far the gradient of each parameter is off; else `None`.
+    """
+
+    policy: str
+    results: Distance | None
+    sites: tuple[Deviation, ...] = dataclasses.field(repr=False)
+    gradients: tuple[GradientDeviation, ...] | None = dataclasses.field(repr=False)
+
+    @property
+    def worst(self) -> tuple[Deviation, ...]:
+        """The sites that add error, those that add most first."""
+        found = [site for site in self.sites if site.added > 0]
+        return tuple(sorted(found, key=lambda site: -site.added))
+
+    @property
+    def gradient(self) -> Distance | None:
+        """Error and cosine of all gradients together."""
+        return _distance([one.sums for one in self.gradients]) if self.gradients else None
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        gradient = self.gradient
+        return {
+            "policy": self.policy,
+            "results": None if self.results is None else self.results._asdict(),
+            "sites": [site.to_dict() for site in self.sites],
+            "gradient": None if gradient is None else gradient._asdict(),
+            "gradients": None
+            if self.gradients is None
+            else [one.to_dict() for one in self.gradients],
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON, infinite numbers as text; also written to a file if one is given."""
+        return as_json(self.to_dict(), path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the errors in the order of a run, and those of the gradients, into a PNG.
+
+        Args:
+            path: The file. Needs `halfstep[plot]`.
+        """
+        plot(self, path)
+
+
+def _distance(rows: list[tuple[float, ...]]) -> Distance:
+    found = distance(np.asarray(rows))
+    # What is not there at all is not off either.
+    return Distance(0.0, 1.0, 0) if found is None else found

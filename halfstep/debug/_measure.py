@@ -1,0 +1,130 @@
+"""How far a policy is from float32, on some batches; each program is compiled once."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._autocast import rewritten, settings_of, trace
+from halfstep._autocast._types import Plan, decided
+from halfstep._policy import Policy, as_policy
+from halfstep.debug._compiled import Compiled
+from halfstep.debug._deviation import distance, sums
+from halfstep.debug._gradients import gradients_of, is_loss
+
+Measure = Callable[[Policy], float]
+"""The error of a policy, as a share."""
+
+
+class Trials:
+    """Measures policies, and remembers what it has measured.
+
+    Args:
+        func: A loss, or any other function.
+        batches: Arguments that it is called with.
+        has_aux: Whether a loss returns something else as well.
+        measure: What is measured, if it is not the error of loss and gradients.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        batches: Sequence[Sequence[Any]],
+        *,
+        has_aux: bool,
+        measure: Measure | None,
+    ):
+        self._func, self._batches, self._has_aux = func, batches, has_aux
+        self._measure = measure or self._error
+        self._known: dict[Hashable, float] = {}
+        self._exact: list[Any] | None = None
+        self.compiles = 0
+
+    def plan(self, policy: Policy) -> Plan:
+        """How the function would run."""
+        settings = settings_of(policy)
+        args, kwargs = self._batches[0], {}
+        call = trace(self._func, settings, args, kwargs, params=(0,), keep=policy.keep)
+        return call.plan
+
+    def without_idle_rules(self, policy: Policy) -> Policy:
+        """A policy without the rules that decide nothing in the function."""
+        return _active(policy, self.plan(policy))
+
+    def error(self, policy: Policy) -> float:
+        """The error of a policy, as a share."""
+        plan = self.plan(policy)
+        key = _signature(plan)
+        if key not in self._known:
+            self.compiles += 1
+            found = float(self._measure(_active(policy, plan)))
+            self._known[key] = found if np.isfinite(found) else float("inf")
+        return self._known[key]
+
+    def _error(self, policy: Policy) -> float:
+        if self._exact is None:
+            self.compiles += 1
+            exact = Compiled(self._function(as_policy("f32")))
+            self._exact = [exact(*batch) for batch in self._batches]
+            _check_finite(self._exact)
+        low = Compiled(self._function(policy))
+        found = [
+            _apart(low(*batch), exact)
+            for batch, exact in zip(self._batches, self._exact, strict=True)
+        ]
+        return max(found)
+
+    def _function(self, policy: Policy) -> Callable[..., Any]:
+        """What is compared: loss and gradients, or what the function returns."""
+        if not is_loss(self.plan(policy).graph, self._has_aux):
+            settings = settings_of(policy)
+            return rewritten(self._func, settings, params=(0,), keep=policy.keep)
+        recipe, state = policy.recipe, None
+        if recipe is not None and recipe.needs_state:
+            key = {"key": jax.random.key(0)} if recipe.is_random else {}
+            state = recipe.init(self._func, *self._batches[0], policy=policy, **key)
+        return gradients_of(self._func, policy, state, has_aux=self._has_aux)
+
+
+def _check_finite(exact: Sequence[Any]) -> None:
+    for number, made in enumerate(exact):
+        arrays = jax.tree.leaves(eqx.filter(made, eqx.is_inexact_array))
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise ValueError(
+                f"the function is not finite in float32 for batch {number}: there is nothing to "
+                "compare with. `debug.first_nonfinite` says where it begins."
+            )
+
+
+def _apart(low: Any, exact: Any) -> float:
+    """The largest error: of a loss, of all gradients together, or of any array."""
+    if hasattr(exact, "gradients"):
+        pairs = [[(low.value, exact.value)]]
+        pairs.append([(low.gradients[path], value) for path, value in exact.gradients.items()])
+    else:
+        results = [jax.tree.leaves(eqx.filter(x, eqx.is_inexact_array)) for x in (low, exact)]
+        pairs = [[pair] for pair in zip(*results, strict=True)]
+    errors = [distance(np.stack([_row(*pair) for pair in together])) for together in pairs]
+    return max((found.error for found in errors if found is not None), default=0.0)
+
+
+@jax.jit
+def _row(low: jax.Array, exact: jax.Array) -> jax.Array:
+    return sums(jnp.asarray(low), jnp.asarray(exact))
+
+
+def _active(policy: Policy, plan: Plan) -> Policy:
+    used = {owner.decisions[index].by for owner, index in decided(plan)}
+    return policy.replace(rules=[rule for rule in policy.rules if str(rule) in used])
+
+
+def _signature(plan: Plan) -> Hashable:
+    """What two policies have in common if the function runs the same way in both."""
+    return tuple(
+        (one.rule, one.dtype, one.outs, one.site is not None, one.inner is None)
+        for owner, index in decided(plan)
+        for one in [owner.decisions[index]]
+    )
