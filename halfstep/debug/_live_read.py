@@ -1,0 +1,166 @@
+"""Numbers of a step that are still being computed: taken without waiting, read later."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from halfstep.debug._log import Log
+from halfstep.debug._site import Site
+from halfstep.debug._stats import Column
+
+_COLUMNS = (Column.ABSMAX, Column.BAD, Column.BELOW, Column.ABOVE)
+
+
+class Worst(NamedTuple):
+    """The site that loses most, and which share of its elements that is."""
+
+    share: float
+    site: Site
+
+
+class Shares(NamedTuple):
+    """Which share of a step's elements the compute dtype cannot hold."""
+
+    underflow: float
+    overflow: float
+    most_underflow: Worst
+    most_overflow: Worst
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What an update was given. The arrays are copies, for the next step may be given the others.
+
+    Attributes:
+        step: The step.
+        numbers: Arrays of one element, or numbers.
+        rows: The last step's rows of a log.
+        sites: Of each of the rows.
+    """
+
+    step: int
+    numbers: Mapping[str, Any]
+    rows: Any = None
+    sites: Sequence[Site] = ()
+
+    def is_ready(self) -> bool:
+        """Whether reading does not wait."""
+        arrays: tuple[Any, ...] = (*self.numbers.values(), self.rows)
+        return all(array.is_ready() for array in arrays if isinstance(array, jax.Array))
+
+    def read(self) -> tuple[dict[str, float], Shares | None]:
+        """The numbers. Waits for them, if it must."""
+        found = {name: float(np.asarray(value)) for name, value in self.numbers.items()}
+        return found, None if self.rows is None else shares(self.sites, np.asarray(self.rows))
+
+
+def take(step: int, numbers: Mapping[str, Any], log: Log | None) -> Taken:
+    """Copy what was given, without waiting for it.
+
+    Raises:
+        ValueError: If a number is no number, or not on this process.
+    """
+    plain: dict[str, Any] = {}
+    arrays: dict[Any, dict[str, jax.Array]] = {}
+    for name, value in numbers.items():
+        _check_number(name, value)
+        if isinstance(value, jax.Array):
+            local = _local(name, value)
+            (device,) = local.devices()
+            arrays.setdefault(device, {})[name] = local
+        plain[name] = value
+    for group in arrays.values():
+        plain.update(_copies(group))
+    if log is None:
+        return _started(Taken(step, plain))
+    rows = _last_rows(_local("log.rows", log.rows), _local("log.step", log.step))
+    return _started(Taken(step, plain, rows, log.sites))
+
+
+def shares(sites: Sequence[Site], rows: np.ndarray) -> Shares | None:
+    """What the rows of a step say, or `None` if nothing was computed."""
+    absmax, bad, below, above = rows.T
+    sizes = np.where(absmax == -1, 0.0, _sizes(sites))
+    if not sizes.any():
+        return None
+    lost = np.minimum(1, above + bad / np.maximum(sizes, 1))
+    total = sizes.sum()
+    worst = []
+    for share in (below, lost):
+        at = int(np.argmax(np.where(sizes > 0, share, -1)))
+        worst.append(Worst(float(share[at]), sites[at]))
+    return Shares(float(below @ sizes / total), float(lost @ sizes / total), *worst)
+
+
+def _sizes(sites: Sequence[Site]) -> np.ndarray:
+    """How many elements of each site count.
+
+    What comes after the gradients does not: the update is computed in the dtype of the parameters.
+    Where anything has 16 bits or fewer, neither does what has more, for it loses nothing.
+    """
+    sizes = np.asarray([math.prod(site.type.shape) for site in sites], float)
+    sizes[[site.stage == "update" for site in sites]] = 0
+    is_wide = np.asarray([site.type.bytes for site in sites]) > 2 * sizes
+    return sizes if is_wide.all() else np.where(is_wide, 0.0, sizes)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"`{name}` is traced: `update` was called inside of a compiled function. Return it "
+            "from the step, and call `update` with what the step returns."
+        )
+    kind = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    is_real = jnp.issubdtype(kind, jnp.number) or kind == np.bool_
+    if np.shape(value) or not is_real or jnp.issubdtype(kind, jnp.complexfloating):
+        what = f"{kind}[{','.join(map(str, np.shape(value)))}]"
+        raise ValueError(
+            f"`{name}` must be one real number, an array without axes or a Python number; got "
+            f"{what}. Reduce it in the step, as `jnp.mean` does; over processes, as "
+            "`jax.lax.pmean` does."
+        )
+
+
+def _local(name: str, value: jax.Array) -> jax.Array:
+    """The part of an array on one device of this process."""
+    if value.is_deleted():
+        raise ValueError(
+            f"`{name}` was donated to a later step and is gone. Call `update` with what a step has "
+            "returned before the next step is called."
+        )
+    if not value.is_fully_replicated or not value.addressable_shards:
+        raise ValueError(
+            f"`{name}` must be the same on all devices, and on one of this process; got "
+            f"{value.dtype}[{','.join(map(str, value.shape))}] with {value.sharding}. Let the "
+            "step return it replicated: "
+            "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
+            "`jax.lax.with_sharding_constraint` on it inside of the step."
+        )
+    return value.addressable_data(0)
+
+
+def _started(taken: Taken) -> Taken:
+    """Begin to copy to the host, as soon as the device is done."""
+    for array in (*taken.numbers.values(), taken.rows):
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    return taken
+
+
+@jax.jit
+def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.copy(array) for name, array in arrays.items()}
+
+
+@jax.jit
+def _last_rows(rows: jax.Array, step: jax.Array) -> jax.Array:
+    last = rows[(step - 1) % rows.shape[0]]
+    # One column at a time: an index array would be gathered.
+    columns = jnp.stack([last[:, column] for column in _COLUMNS], axis=1)
+    return jnp.where(step > 0, columns, jnp.full_like(columns, -1))
