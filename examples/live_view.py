@@ -67,7 +67,8 @@ def make_step(optimizer: optax.GradientTransformation) -> Any:
 
         trained = (state.params, state.optimizer_state)
         trained, ledger = halfstep.transaction(finite, commit, trained, state.ledger)
-        return State(*trained, scaling, ledger), value
+        params, optimizer_state = trained
+        return State(params, optimizer_state, scaling, ledger), value
 
     return step
 
@@ -84,9 +85,10 @@ def train(data: Dataset, *, steps: int, batch: int, hidden: int, style: Any) -> 
     # The live view has copies of what it needs, so the step may be given state and log for good.
     run = jax.jit(recorder, donate_argnums=(0, 1))
     log = recorder.init(state, *next(batches))
-    bar = tqdm(range(steps), unit="step", disable=style != "tqdm")
-    shown = {"bar": bar} if style == "tqdm" else {"style": style}
-    with bar, halfstep.debug.Live(**shown) as live:
+    is_tqdm = style == "tqdm"
+    bar = tqdm(range(steps), unit="step", disable=not is_tqdm)
+    live = halfstep.debug.Live(bar=bar) if is_tqdm else halfstep.debug.Live(style=style)
+    with bar, live:
         for step, (images, labels) in zip(bar, batches, strict=False):
             log, (state, value) = run(log, state, images, labels)
             live.update(step, loss=value, scaling=state.scaling, ledger=state.ledger, log=log)

@@ -17,7 +17,8 @@ from halfstep._scaling import NoLossScaling
 from halfstep.debug import _live_text as texts
 from halfstep.debug._live_history import History
 from halfstep.debug._live_plot import plot
-from halfstep.debug._live_read import Shares, Taken, Worst, take
+from halfstep.debug._live_read import Taken, take
+from halfstep.debug._live_shares import Shares, Sites, Worst
 from halfstep.debug._live_show import Display, Style, display
 from halfstep.debug._log import Log
 
@@ -79,6 +80,7 @@ class Live:
         self._history = History(points)
         self._waiting: collections.deque[Taken] = collections.deque()
         self._latest: dict[str, float] = {}
+        self._sites: Sites | None = None
         self._shares: Shares | None = None
         self._worst: dict[str, tuple[Worst, int]] = {}
         self._is_first = jax.process_index() == 0
@@ -165,7 +167,8 @@ class Live:
                 f"{', '.join(f'`{name}`' for name in sorted(twice))} is given twice: by name, and "
                 "by `scaling`, `ledger` or `log`. Name it otherwise."
             )
-        self._waiting.append(take(number, {**given, **numbers}, log))
+        sites = None if log is None else self._sites_of(log)
+        self._waiting.append(take(number, {**given, **numbers}, log, sites))
         return self._read()
 
     def flush(self) -> None:
@@ -237,6 +240,11 @@ class Live:
         ]
         return texts.headline(self._history), texts.rows(self._history, self._latest), notes
 
+    def _sites_of(self, log: Log) -> Sites:
+        if self._sites is None or self._sites.sites is not log.sites:
+            self._sites = Sites(log.sites)
+        return self._sites
+
     def _read(self, *, wait: bool = False) -> bool:
         """Read what is computed, the oldest first; whether there was any."""
         found = False
@@ -265,15 +273,15 @@ class Live:
         self._latest |= numbers
 
     def _show(self, *, now: bool = False) -> None:
-        line = self.line
-        if self._display is None or not line:
+        if self._display is None or not (line := self.line):
             return
         moment = time.monotonic()
-        if now or moment - self._shown >= _PAUSE:
+        draw = now or moment - self._shown >= _PAUSE
+        if draw:
             self._shown = moment
-            bad_loss = not math.isfinite(self._latest.get(texts.LOSS, 0.0))
-            alarm = bad_loss or self._latest.get(texts.IN_A_ROW, 0.0) > 0
-            self._display.show(line, alarm=alarm)
+        bad_loss = not math.isfinite(self._latest.get(texts.LOSS, 0.0))
+        alarm = bad_loss or self._latest.get(texts.IN_A_ROW, 0.0) > 0
+        self._display.show(line, alarm=alarm, draw=draw)
 
 
 def _numbers(loss: Any, scaling: Any, ledger: Ledger | None) -> dict[str, Any]:

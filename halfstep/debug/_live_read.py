@@ -1,36 +1,16 @@
 """Numbers of a step that are still being computed: taken without waiting, read later."""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from halfstep.debug._live_shares import COLUMNS, Shares, Sites
 from halfstep.debug._log import Log
-from halfstep.debug._site import Site
-from halfstep.debug._stats import Column
-
-_COLUMNS = (Column.ABSMAX, Column.BAD, Column.BELOW, Column.ABOVE)
-
-
-class Worst(NamedTuple):
-    """The site that loses most, and which share of its elements that is."""
-
-    share: float
-    site: Site
-
-
-class Shares(NamedTuple):
-    """Which share of a step's elements the compute dtype cannot hold."""
-
-    underflow: float
-    overflow: float
-    most_underflow: Worst
-    most_overflow: Worst
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +27,37 @@ class Taken:
     step: int
     numbers: Mapping[str, Any]
     rows: Any = None
-    sites: Sequence[Site] = ()
+    sites: Sites | None = None
 
     def is_ready(self) -> bool:
         """Whether reading does not wait."""
-        arrays: tuple[Any, ...] = (*self.numbers.values(), self.rows)
-        return all(array.is_ready() for array in arrays if isinstance(array, jax.Array))
+        return all(array.is_ready() for array in self._arrays())
+
+    def start(self) -> None:
+        """Begin to copy to the host, as soon as the device is done."""
+        for array in self._arrays():
+            array.copy_to_host_async()
 
     def read(self) -> tuple[dict[str, float], Shares | None]:
         """The numbers. Waits for them, if it must."""
         found = {name: float(np.asarray(value)) for name, value in self.numbers.items()}
-        return found, None if self.rows is None else shares(self.sites, np.asarray(self.rows))
+        return found, None if self.sites is None else self.sites.shares(np.asarray(self.rows))
+
+    def _arrays(self) -> list[Any]:
+        given = (*self.numbers.values(), self.rows)
+        return [value for value in given if isinstance(value, jax.Array)]
 
 
-def take(step: int, numbers: Mapping[str, Any], log: Log | None) -> Taken:
+def take(
+    step: int, numbers: Mapping[str, Any], log: Log | None = None, sites: Sites | None = None
+) -> Taken:
     """Copy what was given, without waiting for it.
+
+    Args:
+        step: Its number.
+        numbers: By name.
+        log: Of a recorded step.
+        sites: Of the log.
 
     Raises:
         ValueError: If a number is no number, or not on this process.
@@ -77,37 +73,12 @@ def take(step: int, numbers: Mapping[str, Any], log: Log | None) -> Taken:
         plain[name] = value
     for group in arrays.values():
         plain.update(_copies(group))
-    if log is None:
-        return _started(Taken(step, plain))
-    rows = _last_rows(_local("log.rows", log.rows), _local("log.step", log.step))
-    return _started(Taken(step, plain, rows, log.sites))
-
-
-def shares(sites: Sequence[Site], rows: np.ndarray) -> Shares | None:
-    """What the rows of a step say, or `None` if nothing was computed."""
-    absmax, bad, below, above = rows.T
-    sizes = np.where(absmax == -1, 0.0, _sizes(sites))
-    if not sizes.any():
-        return None
-    lost = np.minimum(1, above + bad / np.maximum(sizes, 1))
-    total = sizes.sum()
-    worst = []
-    for share in (below, lost):
-        at = int(np.argmax(np.where(sizes > 0, share, -1)))
-        worst.append(Worst(float(share[at]), sites[at]))
-    return Shares(float(below @ sizes / total), float(lost @ sizes / total), *worst)
-
-
-def _sizes(sites: Sequence[Site]) -> np.ndarray:
-    """How many elements of each site count.
-
-    What comes after the gradients does not: the update is computed in the dtype of the parameters.
-    Where anything has 16 bits or fewer, neither does what has more, for it loses nothing.
-    """
-    sizes = np.asarray([math.prod(site.type.shape) for site in sites], float)
-    sizes[[site.stage == "update" for site in sites]] = 0
-    is_wide = np.asarray([site.type.bytes for site in sites]) > 2 * sizes
-    return sizes if is_wide.all() else np.where(is_wide, 0.0, sizes)
+    rows = None
+    if log is not None:
+        rows = _last_rows(_local("log.rows", log.rows), _local("log.step", log.step))
+    taken = Taken(step, plain, rows, sites)
+    taken.start()
+    return taken
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -145,14 +116,6 @@ def _local(name: str, value: jax.Array) -> jax.Array:
     return value.addressable_data(0)
 
 
-def _started(taken: Taken) -> Taken:
-    """Begin to copy to the host, as soon as the device is done."""
-    for array in (*taken.numbers.values(), taken.rows):
-        if isinstance(array, jax.Array):
-            array.copy_to_host_async()
-    return taken
-
-
 @jax.jit
 def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.copy(array) for name, array in arrays.items()}
@@ -162,5 +125,5 @@ def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def _last_rows(rows: jax.Array, step: jax.Array) -> jax.Array:
     last = rows[(step - 1) % rows.shape[0]]
     # One column at a time: an index array would be gathered.
-    columns = jnp.stack([last[:, column] for column in _COLUMNS], axis=1)
+    columns = jnp.stack([last[:, column] for column in COLUMNS], axis=1)
     return jnp.where(step > 0, columns, jnp.full_like(columns, -1))

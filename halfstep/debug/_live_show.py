@@ -10,8 +10,14 @@ class Display(abc.ABC):
     """A line on the screen."""
 
     @abc.abstractmethod
-    def show(self, line: str, *, alarm: bool) -> None:
-        """Write it over the one before; `alarm` if something is wrong."""
+    def show(self, line: str, *, alarm: bool, draw: bool) -> None:
+        """Write it over the one before.
+
+        Args:
+            line: What is new.
+            alarm: Whether something is wrong.
+            draw: Whether it is time to write. If not, it need not be seen.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -24,14 +30,14 @@ class Bar(Display):
     def __init__(self, bar: Any):
         if not hasattr(bar, "set_postfix_str"):
             raise TypeError(
-                "`bar` must be a tqdm bar, or anything with `set_postfix_str(text)`; got "
+                "`bar` must be a tqdm bar, or anything with `set_postfix_str(text, refresh)`; got "
                 f"{type(bar).__name__}"
             )
         self._bar = bar
 
-    def show(self, line: str, *, alarm: bool) -> None:
-        """Text has no color here."""
-        self._bar.set_postfix_str(line)
+    def show(self, line: str, *, alarm: bool, draw: bool) -> None:
+        """It is drawn by the bar, too, and for the last time at the end of the loop."""
+        self._bar.set_postfix_str(line, refresh=draw)
 
     def close(self) -> None:
         """It is closed by whoever made it."""
@@ -47,9 +53,9 @@ class Tqdm(Display):
             raise ModuleNotFoundError(_missing("tqdm")) from error
         self._bar: Any = tqdm(bar_format="{desc}")
 
-    def show(self, line: str, *, alarm: bool) -> None:
+    def show(self, line: str, *, alarm: bool, draw: bool) -> None:
         """Text has no color here."""
-        self._bar.set_description_str(line)
+        self._bar.set_description_str(line, refresh=draw)
 
     def close(self) -> None:
         """Leave the last one there."""
@@ -69,8 +75,10 @@ class Rich(Display):
         # Drawn when there is something new: no thread.
         self._live: Any = Live(console=console, auto_refresh=False)
 
-    def show(self, line: str, *, alarm: bool) -> None:
+    def show(self, line: str, *, alarm: bool, draw: bool) -> None:
         """Cut at the end of the screen's line."""
+        if not draw:
+            return
         if not self._live.is_started:
             self._live.start()
         style = "bold red" if alarm else ""

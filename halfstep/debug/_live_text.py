@@ -8,7 +8,7 @@ import numpy as np
 
 from halfstep._tables import ABSENT, aligned, html_table, percent
 from halfstep.debug._live_history import History, Part
-from halfstep.debug._live_read import Shares, Worst
+from halfstep.debug._live_shares import Shares, Worst
 from halfstep.debug._site import Site
 
 LOSS, SCALE, SKIPPED, IN_A_ROW = "loss", "loss_scale", "skipped", "skipped_in_a_row"
