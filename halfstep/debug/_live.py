@@ -17,7 +17,7 @@ from halfstep._scaling import NoLossScaling
 from halfstep.debug import _live_text as texts
 from halfstep.debug._live_history import History
 from halfstep.debug._live_plot import plot
-from halfstep.debug._live_read import Taken, take
+from halfstep.debug._live_read import Taken, check, take
 from halfstep.debug._live_shares import Shares, Sites, Worst
 from halfstep.debug._live_show import Display, Style, display
 from halfstep.debug._log import Log
@@ -150,7 +150,7 @@ class Live:
             Whether `latest` is of another step now.
 
         Raises:
-            ValueError: If a number is an array with axes, was donated, or is not on this process.
+            ValueError: If a number is an array with axes, was donated, or is not on process 0.
         """
         if isinstance(step, jax.Array):
             raise TypeError(
@@ -158,7 +158,7 @@ class Live:
                 "would wait for the device"
             )
         number = operator.index(step)
-        if number % self._every or not self._is_first:
+        if number % self._every:
             return False
         given = _numbers(loss, scaling, ledger)
         made = {*given, *(() if log is None else (texts.UNDERFLOW, texts.OVERFLOW))}
@@ -167,6 +167,9 @@ class Live:
                 f"{', '.join(f'`{name}`' for name in sorted(twice))} is given twice: by name, and "
                 "by `scaling`, `ledger` or `log`. Name it otherwise."
             )
+        if not self._is_first:
+            check({**given, **numbers}, log)
+            return False
         sites = None if log is None else self._sites_of(log)
         self._waiting.append(take(number, {**given, **numbers}, log, sites))
         return self._read()

@@ -62,10 +62,10 @@ def take(
     Raises:
         ValueError: If a number is no number, or not on this process.
     """
+    check(numbers, log)
     plain: dict[str, Any] = {}
     arrays: dict[Any, dict[str, jax.Array]] = {}
     for name, value in numbers.items():
-        _check_number(name, value)
         if isinstance(value, jax.Array):
             local = _local(name, value)
             (device,) = local.devices()
@@ -79,6 +79,17 @@ def take(
     taken = Taken(step, plain, rows, sites)
     taken.start()
     return taken
+
+
+def check(numbers: Mapping[str, Any], log: Log | None) -> None:
+    """Raise if a number is none, is gone, or is not the same on all devices."""
+    for name, value in numbers.items():
+        _check_number(name, value)
+        if isinstance(value, jax.Array):
+            _check_array(name, value)
+    if log is not None:
+        _check_array("log.rows", log.rows)
+        _check_array("log.step", log.step)
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -98,22 +109,31 @@ def _check_number(name: str, value: Any) -> None:
         )
 
 
-def _local(name: str, value: jax.Array) -> jax.Array:
-    """The part of an array on one device of this process."""
+def _check_array(name: str, value: jax.Array) -> None:
     if value.is_deleted():
         raise ValueError(
             f"`{name}` was donated to a later step and is gone. Call `update` with what a step has "
             "returned before the next step is called."
         )
-    if not value.is_fully_replicated or not value.addressable_shards:
-        raise ValueError(
-            f"`{name}` must be the same on all devices, and on one of this process; got "
-            f"{value.dtype}[{','.join(map(str, value.shape))}] with {value.sharding}. Let the "
-            "step return it replicated: "
-            "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
-            "`jax.lax.with_sharding_constraint` on it inside of the step."
-        )
+    if not value.is_fully_replicated:
+        raise ValueError(_elsewhere(name, value))
+
+
+def _local(name: str, value: jax.Array) -> jax.Array:
+    """The part of an array on one device of this process."""
+    if not value.addressable_shards:
+        raise ValueError(_elsewhere(name, value))
     return value.addressable_data(0)
+
+
+def _elsewhere(name: str, value: jax.Array) -> str:
+    return (
+        f"`{name}` must be the same on all devices, and on one of process 0; got "
+        f"{value.dtype}[{','.join(map(str, value.shape))}] with {value.sharding}. Let the step "
+        "return it replicated: "
+        "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
+        "`jax.lax.with_sharding_constraint` on it inside of the step."
+    )
 
 
 @jax.jit

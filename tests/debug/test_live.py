@@ -26,6 +26,7 @@ from halfstep._explain._sources import Source
 from halfstep.debug import _live, _live_plot, _live_read, _live_show
 from halfstep.debug._live_history import History, Part
 from halfstep.debug._live_shares import Sites
+from tests.test_snippets import blocks, run
 
 
 class FakeBar:
@@ -57,6 +58,10 @@ def _recorded(scale=1.0, steps=1, compute=None, dtype=jnp.float16):
     for _ in range(steps):
         log, _ = run(log, w, x)
     return log
+
+
+def test_the_example(tmp_path):
+    assert run(blocks(inspect.getdoc(debug.Live) or ""), "live", tmp_path) == 1
 
 
 # The line.
@@ -219,39 +224,39 @@ def test_update_does_not_wait():
         assert let_go.wait(30)
         return np.float32(3)
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def step(x, scaling):
-        value = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x)
-        return value, scaling.adjust(value > 0)
+    @jax.jit
+    def step(x):
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x)
 
-    scaling = halfstep.DynamicLossScaling(4, period=1)
     live, bar = debug.Live(), FakeBar()
+    # Compile everything beforehand.
     let_go.set()
-    # Compile everything, so that what is timed is the call alone.
-    loss, scaling = step(_slow(1), scaling)
-    live.update(0, loss=loss, scaling=scaling)
+    live.update(0, loss=step(_slow(1)))
     live.flush()
     let_go.clear()
     try:
         live = debug.Live(bar=bar)
         # Of a number that is not there yet: else the CPU would run the step within the call.
-        loss, scaling = step(_slow(4000), scaling)
+        loss = step(_slow(8000))
         began = time.monotonic()
-        assert not live.update(1, loss=loss, scaling=scaling)
+        assert not live.update(1, loss=loss)
         assert time.monotonic() - began < 10
         assert not loss.is_ready()
         assert (live.step, live.latest, bar.lines) == (None, {}, [])
     finally:
         let_go.set()
-    # The next step takes the scaling for good; what `update` was given is a copy.
-    kept = scaling.loss_scaling
-    loss, scaling = step(loss, scaling)
-    assert kept.is_deleted()
-    jax.block_until_ready((loss, scaling))
-    live.update(2, loss=loss, scaling=scaling)
     live.flush()
-    assert live.latest == {"loss": 3, "loss_scale": 32}
-    assert live.to_dict()["numbers"]["loss_scale"]["last"] == [16, 32]
+    assert (live.step, live.latest, bar.lines) == (1, {"loss": 3}, ["loss 3"] * 2)
+
+
+def test_what_was_given_may_be_donated():
+    step = jax.jit(lambda scaling: scaling.adjust(True), donate_argnums=0)
+    scaling, live = halfstep.DynamicLossScaling(4, period=1), debug.Live()
+    for number in range(3):
+        scaling = step(kept := scaling)
+        assert kept.loss_scaling.is_deleted()
+        live.update(number, scaling=scaling)
+    assert live.to_dict()["numbers"]["loss_scale"]["last"] == [8, 16, 32]
 
 
 def test_the_oldest_is_read_first_and_waited_for_when_many_wait(monkeypatch):
@@ -336,11 +341,19 @@ def test_what_is_no_number(mesh):
         debug.Live(every=0)
 
 
-def test_only_the_first_process_shows(monkeypatch, tmp_path):
+def test_only_the_first_process_shows(monkeypatch, tmp_path, mesh):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     bar = FakeBar()
     with debug.Live(bar=bar) as live:
         assert not live.update(0, loss=1.0)
+        # An error is one on all processes, or the others would wait for the first one.
+        with pytest.raises(ValueError, match="`loss` must be one real number"):
+            live.update(0, loss=jnp.ones(4))
+        log = _recorded()
+        sharded = NamedSharding(mesh, PartitionSpec("data"))
+        log = debug.Log(jax.device_put(log.rows, sharded), log.step, log.layout)
+        with pytest.raises(ValueError, match=r"`log\.rows` must be the same on all"):
+            live.update(0, log=log)
     live.plot(tmp_path / "live.png")
     live.to_json(tmp_path / "live.json")
     assert str(live) == "only process 0 keeps the numbers"
