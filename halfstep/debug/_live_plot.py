@@ -93,12 +93,12 @@ def _values(history: History, name: str, which: Part | None) -> np.ndarray:
 
 def _curve(axes: Any, history: History, name: str, color: str) -> None:
     steps = history.steps
-    # What changes in steps has no mean; of what the dtype cannot hold, the most counts.
-    which = {SCALE: Part.LAST, SKIPPED: Part.LAST, UNDERFLOW: Part.HIGH, OVERFLOW: Part.HIGH}
-    values = _values(history, name, which.get(name))
+    # What is counted, or a power of 2, has no mean.
+    has_mean = name not in (SCALE, SKIPPED)
+    values = _values(history, name, None if has_mean else Part.LAST)
     # A number that is not given every time has gaps, which are not drawn.
     known = ~np.isnan(values) | (history.part(name, Part.BAD) > 0)
-    style = "steps-post" if name in (SCALE, SKIPPED) else "default"
+    style = "default" if has_mean else "steps-post"
     label = name if name in (UNDERFLOW, OVERFLOW) else None
     marker = "." if known.sum() < 2 else None
     axes.plot(
