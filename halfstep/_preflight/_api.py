@@ -9,12 +9,12 @@ from halfstep._preflight._entry import PreflightEntry, make_entry
 from halfstep._preflight._errors import PreflightError, RefusedError
 from halfstep._preflight._lowering import Program, lower
 from halfstep._preflight._mesh import MeshLike, as_mesh, check_mesh
-from halfstep._progress import Progress
 from halfstep._preflight._report import PreflightReport
 from halfstep._preflight._requirements import compiler_versions
 from halfstep._preflight._roles import roles as bytes_by_role
 from halfstep._preflight._search import LargestBatch, search
 from halfstep._preflight._targets import Target, parse_target
+from halfstep._progress import Progress
 
 Step = Callable[..., Any]
 Gemm = Literal["auto", "triton", "library"]

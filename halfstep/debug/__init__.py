@@ -21,6 +21,7 @@ from halfstep.debug._finding import (
     Operand as Operand,
     Range as Range,
 )
+from halfstep.debug._live import Live as Live
 from halfstep.debug._log import Log as Log
 from halfstep.debug._nonfinite import first_nonfinite as first_nonfinite
 from halfstep.debug._record import (

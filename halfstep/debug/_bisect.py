@@ -100,7 +100,9 @@ def bisect(
         count = len(units)
         if before > tolerance:
             if not is_enough(tuple(units)):
-                raise ValueError(_impossible(trials.error(_with(policy, units, outcome)), tolerance))
+                raise ValueError(
+                    _impossible(trials.error(_with(policy, units, outcome)), tolerance)
+                )
             units = _promising(units, operations, func, batches[0], policy)
             found = smallest(units, is_enough)
             finer = inside(found, operations)

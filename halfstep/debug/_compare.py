@@ -17,7 +17,7 @@ from halfstep._policy import Policy, as_policy
 from halfstep.debug._body import Body, body_of
 from halfstep.debug._comparison import Comparison, Deviation, GradientDeviation
 from halfstep.debug._compiled import Compiled
-from halfstep.debug._deviation import distance, sums
+from halfstep.debug._deviation import distance, sums, was_computed
 from halfstep.debug._gradients import gradients_of, is_loss, scaling_for
 from halfstep.debug._layout import Layout
 from halfstep.debug._pair import run_both
@@ -67,7 +67,8 @@ def compare(
             return jnp.mean(jnp.tanh(spread - 1000.0))
 
 
-        report = halfstep.debug.compare(loss, "bf16", sites="ops")(jnp.ones(8), jnp.full((4, 8), 125.1))
+        batch = jnp.ones(8), jnp.full((4, 8), 125.1)
+        report = halfstep.debug.compare(loss, "bf16", sites="ops")(*batch)
         worst = report.worst[0]
         assert worst.site.op == "sub"
         assert worst.error > 0.5 and worst.before < 0.01
@@ -103,11 +104,10 @@ def compare(
 
         of_results, rows = Compiled(both)(call.arrays, slots)
         deviations = _deviations(layout, plan, [np.asarray(row) for row in rows])
-        of_gradients = None
+        of_gradients: tuple[GradientDeviation, ...] = ()
         if gradients and is_loss(plan.graph, has_aux):
             of_gradients = _of_gradients(func, policy, scaling, has_aux, args, kwargs)
-        results = distance(np.asarray(of_results))
-        return Comparison(str(policy), results, deviations, of_gradients)
+        return Comparison(str(policy), distance(of_results), deviations, of_gradients)
 
     return compared
 
@@ -118,7 +118,7 @@ def _is_float(aval: Any) -> bool:
 
 def _deviations(layout: Layout, plan: Plan, rows: Sequence[np.ndarray]) -> tuple[Deviation, ...]:
     """What is known of each site that was computed."""
-    found = [distance(row) for row in rows]
+    found = [distance(row) if was_computed(row) else None for row in rows]
     parents, plans = Parents(layout), dict(_plans(layout.body, plan))
     made = []
     for number, (site, of_site, row) in enumerate(zip(layout.sites, found, rows, strict=True)):
@@ -136,8 +136,8 @@ def _deviations(layout: Layout, plan: Plan, rows: Sequence[np.ndarray]) -> tuple
             compute = owner.settings.compute
             held = held_dtype(owner.graph.avals[value], owner.kinds[value], compute)
         name = site.type.dtype if held is None else name_of(held)
-        by_turn = map(distance, row.reshape(-1, row.shape[-1])) if row.ndim > 1 else ()
-        errors = tuple(at.error for at in by_turn if at is not None)
+        by_turn = row.reshape(-1, row.shape[-1]) if row.ndim > 1 else ()
+        errors = tuple(distance(turn).error for turn in by_turn if was_computed(turn))
         made.append(Deviation(site, name, of_site.error, of_site.cosine, worst, errors))
     return tuple(made)
 

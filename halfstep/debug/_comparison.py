@@ -4,8 +4,6 @@ import dataclasses
 import os
 from typing import Any
 
-import numpy as np
-
 from halfstep.debug._comparison_plot import plot
 from halfstep.debug._comparison_text import html, text
 from halfstep.debug._deviation import Distance, distance
@@ -59,12 +57,12 @@ class GradientDeviation:
     @property
     def error(self) -> float:
         """The norm of the difference, relative to that in float32."""
-        return _distance([self.sums]).error
+        return distance([self.sums]).error
 
     @property
     def cosine(self) -> float:
         """Between both."""
-        return _distance([self.sums]).cosine
+        return distance([self.sums]).cosine
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -82,13 +80,13 @@ class Comparison:
         policy: The policy, as text.
         results: Error and cosine of what the function returns.
         sites: All sites that were computed, in the order of a run.
-        gradients: Of a loss, how far the gradient of each parameter is off; else `None`.
+        gradients: Of a loss, how far the gradient of each parameter is off; else empty.
     """
 
     policy: str
-    results: Distance | None
+    results: Distance
     sites: tuple[Deviation, ...] = dataclasses.field(repr=False)
-    gradients: tuple[GradientDeviation, ...] | None = dataclasses.field(repr=False)
+    gradients: tuple[GradientDeviation, ...] = dataclasses.field(repr=False)
 
     @property
     def worst(self) -> tuple[Deviation, ...]:
@@ -97,9 +95,9 @@ class Comparison:
         return tuple(sorted(found, key=lambda site: -site.added))
 
     @property
-    def gradient(self) -> Distance | None:
+    def gradient(self) -> Distance:
         """Error and cosine of all gradients together."""
-        return _distance([one.sums for one in self.gradients]) if self.gradients else None
+        return distance([one.sums for one in self.gradients])
 
     def __str__(self) -> str:
         return text(self)
@@ -109,15 +107,12 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        gradient = self.gradient
         return {
             "policy": self.policy,
-            "results": None if self.results is None else self.results._asdict(),
+            "results": self.results._asdict(),
             "sites": [site.to_dict() for site in self.sites],
-            "gradient": None if gradient is None else gradient._asdict(),
-            "gradients": None
-            if self.gradients is None
-            else [one.to_dict() for one in self.gradients],
+            "gradient": self.gradient._asdict() if self.gradients else None,
+            "gradients": [one.to_dict() for one in self.gradients],
         }
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -131,9 +126,3 @@ class Comparison:
             path: The file. Needs `halfstep[plot]`.
         """
         plot(self, path)
-
-
-def _distance(rows: list[tuple[float, ...]]) -> Distance:
-    found = distance(np.asarray(rows))
-    # What is not there at all is not off either.
-    return Distance(0.0, 1.0, 0) if found is None else found

@@ -81,7 +81,7 @@ def _draw_sites(axes: Any, report: "Comparison") -> None:
 
 
 def _draw_gradients(axes: Any, report: "Comparison") -> None:
-    order = sorted(report.gradients or (), key=lambda one: -one.error)[:_GRADIENTS]
+    order = sorted(report.gradients, key=lambda one: -one.error)[:_GRADIENTS]
     finite = [one.error for one in order if math.isfinite(one.error)]
     top = max(finite, default=1.0) or 1.0
     lengths = [one.error if math.isfinite(one.error) else 1.5 * top for one in order]

@@ -31,13 +31,11 @@ def share(value: float) -> str:
 
 def headline(report: "Comparison") -> str:
     """How far off everything is."""
-    parts = [f"{report.policy} beside float32, {len(report.sites)} sites"]
-    if report.results is not None:
-        parts.append(f"results are off by {share(report.results.error)}")
-    gradient = report.gradient
-    if gradient is not None:
+    parts = [f"results are off by {share(report.results.error)}"]
+    if report.gradients:
+        gradient = report.gradient
         parts.append(f"gradients by {share(gradient.error)} (cosine {_cosine(gradient.cosine)})")
-    return ": ".join([parts[0], ", ".join(parts[1:])])
+    return f"{report.policy} beside float32, {len(report.sites)} sites: {', '.join(parts)}"
 
 
 def tables(report: "Comparison") -> list[tuple[str, Sequence[tuple[str, bool]], list[list[str]]]]:

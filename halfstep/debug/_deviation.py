@@ -76,11 +76,16 @@ def added(rows: Any) -> Any:
     return library.concatenate([largest[0], squares, bad], axis=-1)
 
 
-def distance(rows: np.ndarray) -> Distance | None:
-    """What rows say together; `None` if nothing was computed."""
+def was_computed(rows: np.ndarray) -> bool:
+    """Whether rows say anything."""
+    return bool((rows[..., Sum.ABSMAX] >= 0).any())
+
+
+def distance(rows: Any) -> Distance:
+    """What rows say together; what was not computed is not off."""
     rows = np.asarray(rows, np.float64).reshape(-1, len(Sum))
-    if not rows.size or (rows[:, Sum.ABSMAX] < 0).all():
-        return None
+    if not was_computed(rows):
+        return Distance(0.0, 1.0, 0)
     row = added(rows)
     apart, wide, low = row[Sum.DIFFERENCE], row[Sum.WIDE], row[Sum.LOW]
     bad = int(row[Sum.BAD])

@@ -107,8 +107,7 @@ def _apart(low: Any, exact: Any) -> float:
     else:
         results = [jax.tree.leaves(eqx.filter(x, eqx.is_inexact_array)) for x in (low, exact)]
         pairs = [[pair] for pair in zip(*results, strict=True)]
-    errors = [distance(np.stack([_row(*pair) for pair in together])) for together in pairs]
-    return max((found.error for found in errors if found is not None), default=0.0)
+    return max(distance([_row(*pair) for pair in together]).error for together in pairs)
 
 
 @jax.jit

@@ -26,9 +26,8 @@ def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> 
     found: tuple[T, ...] = ()
     pool = tuple(items)
     while not is_enough(found):
-        count = _shortest(len(pool), lambda size: is_enough((*found, *pool[:size])))
-        found = (*found, pool[count - 1])
-        pool = pool[: count - 1]
+        count = _shortest(pool, found, is_enough)
+        found, pool = (*found, pool[count - 1]), pool[: count - 1]
     # As they are in the list.
     return tuple(item for item in items if item in found)
 
@@ -46,18 +45,20 @@ def _without_needless(
     return kept
 
 
-def _shortest(most: int, is_enough: Callable[[int], bool]) -> int:
-    """The smallest size that is enough, where zero is not and the largest is."""
-    low, high, guess = 0, most, 1
+def _shortest(
+    pool: Sequence[T], found: tuple[T, ...], is_enough: Callable[[tuple[T, ...]], bool]
+) -> int:
+    """How many of a pool are enough at least, beside what was found; none of them are not."""
+    low, high, guess = 0, len(pool), 1
     # Items are listed by promise: short beginnings first.
-    while guess < most and guess <= 16:
-        if is_enough(guess):
+    while guess < len(pool) and guess <= _FEW:
+        if is_enough((*found, *pool[:guess])):
             high = guess
             break
         low, guess = guess, 4 * guess
     while high - low > 1:
         middle = (low + high) // 2
-        if is_enough(middle):
+        if is_enough((*found, *pool[:middle])):
             high = middle
         else:
             low = middle

@@ -60,7 +60,9 @@ def layout_for(body: Body, sites: Sites) -> Layout:
         return layout_of(body, every_operation)
     if callable(sites):
         return layout_of(body, every_operation, sites)
-    raise ValueError(f'sites must be "scopes", "ops" or a function of a `debug.Site`, got {sites!r}')
+    raise ValueError(
+        f'sites must be "scopes", "ops" or a function of a `debug.Site`, got {sites!r}'
+    )
 
 
 def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:

@@ -82,5 +82,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"[,=@:\s]", "?", name)
 
 
-def _different(rules: Iterator[PrecisionRule] | Sequence[PrecisionRule]) -> tuple[PrecisionRule, ...]:
+def _different(
+    rules: Iterator[PrecisionRule] | Sequence[PrecisionRule],
+) -> tuple[PrecisionRule, ...]:
     return tuple(dict.fromkeys(rules))

@@ -184,7 +184,9 @@ def test_names_that_rules_cannot_hold():
 
 
 def test_modules():
-    model = eqx.nn.MLP(4, 1, 8, 2, activation=lambda x: jnp.square(100 * x) / 1e4, key=jax.random.key(0))
+    model = eqx.nn.MLP(
+        4, 1, 8, 2, activation=lambda x: jnp.square(100 * x) / 1e4, key=jax.random.key(0)
+    )
 
     def loss(model, x):
         made = jax.vmap(model)(x)

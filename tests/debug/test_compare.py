@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import halfstep
 from halfstep import FORMATS, debug
-from halfstep.debug._deviation import absent, added, distance, sums
+from halfstep.debug._deviation import absent, added, distance, sums, was_computed
 
 EPS = FORMATS["bf16"].eps
 
@@ -196,7 +196,7 @@ def test_modules_and_other_results():
         f"layers/{n}/{name}" for n in range(3) for name in ("weight", "bias")
     }
     # A function that is no loss has no gradients.
-    assert debug.compare(lambda w, x: x @ w, "bf16")(*_data()).gradients is None
+    assert debug.compare(lambda w, x: x @ w, "bf16")(*_data()).gradients == ()
 
 
 def test_recipes():
@@ -215,7 +215,9 @@ def test_recipes():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="16 bits or fewer beside float32; got 'p=f32,c=f32,o=f32'"):
+    with pytest.raises(
+        ValueError, match="16 bits or fewer beside float32; got 'p=f32,c=f32,o=f32'"
+    ):
         debug.compare(_plain, "f32")
 
 
@@ -224,12 +226,12 @@ def test_distance_is_that_of_numpy(magnitude):
     wide = np.asarray(jax.random.normal(jax.random.key(0), (50,)), np.float64) * magnitude
     low = wide * (1 + 0.01 * np.cos(np.arange(50)))
     wide, low = wide.astype(np.float32), low.astype(np.float32)
-    found = distance(np.asarray(jax.jit(sums)(low, wide)))
+    found = distance(jax.jit(sums)(low, wide))
     exact = np.float64(low), np.float64(wide)
     error = np.linalg.norm(exact[0] - exact[1]) / np.linalg.norm(exact[1])
     # Fifty sums in float32.
     np.testing.assert_allclose(found.error, error, rtol=50 * 2**-23)
-    cosine = exact[0] @ exact[1] / np.linalg.norm(exact[0]) / np.linalg.norm(exact[1])
+    cosine = np.sum(exact[0] * exact[1]) / np.linalg.norm(exact[0]) / np.linalg.norm(exact[1])
     np.testing.assert_allclose(found.cosine, cosine, rtol=50 * 2**-23)
 
 
@@ -237,10 +239,10 @@ def test_rows_add_up():
     low = np.asarray(jax.random.normal(jax.random.key(0), (3, 7)), np.float32)
     wide = low + np.asarray([[0.1], [0.0], [100.0]], np.float32)
     rows = jnp.stack([*map(sums, low, wide), absent((6,))])
-    together, whole = distance(np.asarray(added(rows))), distance(np.asarray(sums(low, wide)))
+    together, whole = distance(added(rows)), distance(sums(low, wide))
     np.testing.assert_allclose(together, whole, rtol=1e-5)
-    np.testing.assert_allclose(distance(np.asarray(rows)), whole, rtol=1e-5)
-    assert distance(np.asarray(absent((6,)))) is None
+    np.testing.assert_allclose(distance(rows), whole, rtol=1e-5)
+    assert not was_computed(np.asarray(absent((6,))))
 
 
 @pytest.mark.parametrize(
@@ -258,4 +260,4 @@ def test_rows_add_up():
 )
 def test_special_values(low, wide, error):
     row = sums(np.asarray(low, np.float32), np.asarray(wide, np.float32))
-    assert distance(np.asarray(row)).error == error
+    assert distance(row).error == error
