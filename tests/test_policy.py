@@ -217,3 +217,54 @@ def test_functions_in_rules_are_shown_by_name():
 )
 def test_scopes_without_what_transformations_write(scope: str, plain: str):
     assert plain_scope(scope) == plain
+
+
+FILES = (
+    "bf16",
+    "f32",
+    "f16:inputs",
+    "p=bf16,c=bf16,o=f32,keep=state,keep=**/scale",
+    "f16,op:exp@a/b=float32,scope:head=float32,op:*=compute,accumulate=f32",
+    "f8-delayed,residuals=e4m3",
+)
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_files(text, tmp_path):
+    policy = Policy.parse(text)
+    policy.save(tmp_path / "policy.toml", notes=("two\nlines", 'a "quote" and a \\'))
+    written = (tmp_path / "policy.toml").read_text()
+    assert written.startswith('# two\n# lines\n# a "quote" and a \\\n')
+    assert Policy.load(tmp_path / "policy.toml") == policy
+
+
+def test_names_in_files(tmp_path):
+    policy = Policy(rules=('scope:a "b" \\ c=float32', "op:exp@\u03b1=compute"))
+    policy.save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == policy
+
+
+@pytest.mark.parametrize(
+    ("written", "match"),
+    [
+        ("compute = f16", "policy.toml is no TOML: "),
+        ('copmute = "f16"', "says 'copmute', which no policy has; it has param, compute"),
+        ("compute = 16", 'compute in policy.toml is written compute = "..."; got 16'),
+        ('rules = "op:exp=float32"', r'written rules = \["...", "..."\]; got'),
+        ("keep = [1]", r"written keep = .*; got \[1\]"),
+        ('compute = "f17"', "policy.toml: .*f17"),
+        ('rules = ["op:exp"]', "policy.toml: a rule is a text such as"),
+        ('mode = "input"', "policy.toml: `mode` is 'autocast' or 'inputs'"),
+        ('recipe = "f9"', "policy.toml: .*f9"),
+    ],
+)
+def test_files_that_are_wrong(written, match, tmp_path):
+    (tmp_path / "policy.toml").write_text(written)
+    with pytest.raises(ValueError, match=match):
+        Policy.load(tmp_path / "policy.toml")
+
+
+def test_functions_are_not_written(tmp_path):
+    policy = Policy(rules=(halfstep.PrecisionRule("float32", where=lambda operation: True),))
+    with pytest.raises(ValueError, match="has rules with functions"):
+        policy.save(tmp_path / "policy.toml")

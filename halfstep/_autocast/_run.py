@@ -87,7 +87,9 @@ class Environment:
             value = operand.value
             if dtype is None:
                 return value
-            return np.asarray(value, dtype)
+            # A rule of the user's may want `1e6` in float16: that is infinity, and no warning of ours.
+            with np.errstate(over="ignore"):
+                return np.asarray(value, dtype)
         value = self.values[operand]
         if dtype is None or value.dtype == dtype:
             return value

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from halfstep._explain import ExplainReport, LintError, explain
-from halfstep._policy import Policy
-from halfstep.cli._arguments import share
+from halfstep.cli._arguments import policy, share
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
 from halfstep.cli._load import checked_pair, load
@@ -42,7 +41,7 @@ def add(commands: Any) -> None:
         "make_loss", metavar="MAKE_LOSS", help="module:function or file.py:function"
     )
     parser.add_argument(
-        "--policy", type=_policy, default="bf16", help="such as bf16, f8 or p=f32,c=f16 (bf16)"
+        "--policy", type=policy, default="bf16", help="bf16, f8, p=f32,c=f16, or a file.toml (bf16)"
     )
     parser.add_argument(
         "--low",
@@ -136,10 +135,3 @@ def _page(report: ExplainReport) -> str:
         "<style>body{font:14px system-ui,sans-serif;margin:1.5em}</style>"
         f"</head><body>{report._repr_html_()}</body></html>\n"
     )
-
-
-def _policy(text: str) -> Policy:
-    try:
-        return Policy.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import _lint, _preflight, _replay
+from halfstep.cli import _bisect, _lint, _preflight, _replay
 from halfstep.cli._errors import CommandError
 
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _lint.add(commands)
     _preflight.add(commands)
     _replay.add(commands)
+    _bisect.add(commands)
     arguments = parser.parse_args(argv)
     if "JAX_PLATFORMS" not in os.environ:
         # Nothing is computed here: no accelerator is taken from those who use it, or missed.

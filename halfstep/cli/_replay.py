@@ -5,7 +5,9 @@ import json
 import sys
 from typing import Any
 
+from halfstep._formats import dtype_name
 from halfstep._policy import Policy
+from halfstep.cli._arguments import policy
 from halfstep.cli._errors import CommandError
 from halfstep.cli._load import checked_pair, load
 from halfstep.debug import NonFinite, first_nonfinite, load_capture
@@ -39,30 +41,35 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "make_step", metavar="MAKE_STEP", help="module:function or file.py:function"
     )
-    parser.add_argument("--policy", default="bf16", help="such as bf16, f16 or f8 (bf16)")
+    parser.add_argument(
+        "--policy", type=policy, default="bf16", help="such as bf16, f16, f8 or a file.toml (bf16)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    try:
-        Policy.parse(arguments.policy)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     name, make = arguments.make_step, load(arguments.make_step)
     found: dict[str, NonFinite | None] = {}
-    for policy in dict.fromkeys((arguments.policy, "f32")):
-        step, args = checked_pair(name, make(policy), "step")
+    chosen = _short(arguments.policy)
+    for which in dict.fromkeys((chosen, "f32")):
+        step, args = checked_pair(name, make(which), "step")
         try:
             captured = load_capture(arguments.directory, *args)
         except ValueError as error:
             raise CommandError(f"{error}.") from error
-        found[policy] = first_nonfinite(step, *captured)
+        found[which] = first_nonfinite(step, *captured)
     if arguments.json:
-        made = {policy: None if got is None else got.to_dict() for policy, got in found.items()}
+        made = {which: None if got is None else got.to_dict() for which, got in found.items()}
         sys.stdout.write(f"{json.dumps(made, indent=2)}\n")
     else:
-        for policy, got in found.items():
-            sys.stdout.write(f"{policy}: {'all finite' if got is None else got}\n")
-    return 0 if found[arguments.policy] is None else 1
+        for which, got in found.items():
+            sys.stdout.write(f"{which}: {'all finite' if got is None else got}\n")
+    return 0 if found[chosen] is None else 1
+
+
+def _short(which: Policy) -> str:
+    """As people write it, if they can write it shortly."""
+    name = dtype_name(which.compute) if which.recipe is None else which.recipe.name
+    return name if Policy.parse(name) == which else str(which)

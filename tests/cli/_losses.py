@@ -41,3 +41,16 @@ def with_depth(depth: int) -> tuple[Any, Any]:
 
 def fails() -> tuple[Any, Any]:
     raise ZeroDivisionError("in the user's own code")
+
+
+def squares() -> tuple[Any, Any]:
+    def loss(w: Any, x: Any) -> Any:
+        with jax.named_scope("spread"):
+            spread = jnp.square(1000 * (x @ w)) / 1e6
+        return jnp.mean(spread)
+
+    return loss, [(jnp.eye(4), jnp.linspace(1, 1 + n, 8).reshape(2, 4)) for n in range(2)]
+
+
+def a_list_of_arrays() -> tuple[Any, Any]:
+    return squares()[0], [jnp.ones(2)]

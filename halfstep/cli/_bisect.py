@@ -1,0 +1,90 @@
+"""`halfstep bisect`: what must stay in float32?"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from halfstep.cli._arguments import policy
+from halfstep.cli._errors import CommandError
+from halfstep.cli._files import check_writable
+from halfstep.cli._load import checked_pair, load
+from halfstep.debug import bisect
+
+_DESCRIPTION = """\
+Find a smallest set of scopes and operations that must stay in float32 for the
+loss and its gradients to be within a tolerance of float32's; of a recipe such
+as f8, of products that must stay in 16 bits. The policy for it is printed, or
+written into a file that Policy.load reads.
+
+MAKE_LOSS names a function that returns a loss and its arguments, of which the
+first holds the parameters; or a list of them, one for each batch:
+
+    def make_loss():
+        ...
+        return loss, [(params, batch) for batch in batches]
+
+The exit status is 0 if the policy is good as it is, 1 if rules are needed, and
+2 if there is no answer.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand to the command."""
+    parser = commands.add_parser(
+        "bisect",
+        help="what must stay in float32?",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "make_loss", metavar="MAKE_LOSS", help="module:function or file.py:function"
+    )
+    parser.add_argument(
+        "--policy",
+        type=policy,
+        default="f16,op:*=compute",
+        help="one that is too narrow, or a file.toml (f16,op:*=compute: all of it in float16)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="the error that is good enough (0.01)"
+    )
+    parser.add_argument("--scopes", action="store_true", help="whole scopes, no single operations")
+    parser.add_argument("--output", metavar="FILE", help="write the policy: policy.toml")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    if arguments.output:
+        check_writable(arguments.output)
+    name = arguments.make_loss
+    loss, given = checked_pair(name, load(name)(), "loss")
+    try:
+        found = bisect(
+            loss,
+            _batches(name, given),
+            arguments.policy,
+            tolerance=arguments.tolerance,
+            refine=not arguments.scopes,
+            progress=sys.stderr.isatty(),
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if arguments.output:
+        found.save(arguments.output)
+    sys.stdout.write(f"{found.to_json() if arguments.json else found}\n")
+    return 1 if found.needed else 0
+
+
+def _batches(name: str, given: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    if isinstance(given, tuple):
+        return [given]
+    if not given or not all(isinstance(batch, tuple) for batch in given):
+        got = ", ".join(dict.fromkeys(type(batch).__name__ for batch in given)) or "nothing"
+        raise CommandError(
+            f"{name} must return a loss and a list of tuples of its arguments, one for each batch, "
+            f"such as [(params, batch), ...]; got a list of {got}."
+        )
+    return given
