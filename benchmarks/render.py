@@ -486,6 +486,28 @@ def debug(result: dict[str, Any]) -> str:
     )
 
 
+def bisect(result: dict[str, Any]) -> str:
+    planted = [
+        {**row, "found": ", ".join(row["found"]) if row["is_right"] else "wrong"}
+        for row in result["planted"]
+    ]
+    heads = {"planted": "planted", "scopes": "scopes", "found": "found", "compiles": "compiles"}
+    trained = [{**row, "loss": f"{row['loss']:.3f}"} for row in result["vit"]]
+    columns = {"policy": "policy", "loss": "training loss", "skipped": "steps skipped"}
+    found = result["found"]
+    rules = ", ".join(f"`{one['rule']}`" for one in found["needed"])
+    return (
+        "Scopes that overflow in float16, planted among others that do not:\n\n"
+        f"{table(planted, heads)}\n\n"
+        "A small ViT on Fashion-MNIST with pixels of 0 to 255, as they are: "
+        f"{found['steps']} steps, mean loss of the last fifth. With every operation in float16 it "
+        f"does not train. `debug.bisect`, before the first step, with {found['compiles']} "
+        f"compiles: {found['wide']} of {found['operations']} operations must stay in float32, "
+        f"by {rules}.\n\n"
+        f"{table(trained, columns)}"
+    )
+
+
 RENDERERS = (
     overhead,
     fashion_mnist,
@@ -501,6 +523,7 @@ RENDERERS = (
     release,
     fp8,
     debug,
+    bisect,
 )
 
 

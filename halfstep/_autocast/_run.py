@@ -87,7 +87,7 @@ class Environment:
             value = operand.value
             if dtype is None:
                 return value
-            # A rule of the user's may want `1e6` in float16: that is infinity, and no warning of ours.
+            # A rule of the user's may want `1e6` in float16: that is infinity, and no warning.
             with np.errstate(over="ignore"):
                 return np.asarray(value, dtype)
         value = self.values[operand]

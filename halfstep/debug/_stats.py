@@ -35,6 +35,8 @@ class Column(IntEnum):
     """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
 
 
+_PARTS = 8
+
 EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
 
 
@@ -60,24 +62,37 @@ def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> lis
     low, high = _limits(dtype, compute)
     counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
     # One pass for all five: on a CPU, five passes take ten times as long.
-    largest, smallest, *counts = jax.lax.reduce(
-        (
-            bits,
-            jnp.where((bits > 0) & (bits < infinite), bits, infinite),
-            *(where.astype(jnp.int32) for where in counted),
-        ),
-        (bits.dtype.type(0), infinite, *[np.int32(0)] * len(counted)),
-        lambda a, b: (
-            jnp.maximum(a[0], b[0]),
-            jnp.minimum(a[1], b[1]),
-            *(x + y for x, y in zip(a[2:], b[2:], strict=True)),
-        ),
-        tuple(range(bits.ndim)),
+    given = (
+        bits,
+        jnp.where((bits > 0) & (bits < infinite), bits, infinite),
+        *(where.astype(jnp.int32) for where in counted),
     )
+    start = (bits.dtype.type(0), infinite, *[np.int32(0)] * len(counted))
+    rows = _leading(bits.shape)
+    if 0 < rows < bits.ndim:
+        # What is reduced to one number runs on one core of a CPU.
+        given = jax.lax.reduce(given, start, _both, tuple(range(rows, bits.ndim)))
+    largest, smallest, *counts = jax.lax.reduce(given, start, _both, tuple(range(given[0].ndim)))
     bad, below, above = (count.astype(jnp.float32) for count in counts)
     share = np.float32(1 / bits.size)
     made = [_number(largest, dtype), _number(smallest, dtype), bad, below * share, above * share]
     return [*made, *(_detail(value, bits) if detail else [np.float32(np.nan)] * 3)]
+
+
+def _both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
+    """The numbers of two parts as one."""
+    counts = (x + y for x, y in zip(one[2:], other[2:], strict=True))
+    return (jnp.maximum(one[0], other[0]), jnp.minimum(one[1], other[1]), *counts)
+
+
+def _leading(shape: Sequence[int]) -> int:
+    """How many of the first axes have enough elements for all cores."""
+    size = 1
+    for number, length in enumerate(shape):
+        if size >= _PARTS:
+            return number
+        size *= length
+    return len(shape)
 
 
 def as_rows(values: Sequence[Sequence[Any]], loops: int) -> jax.Array:

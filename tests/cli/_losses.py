@@ -54,3 +54,8 @@ def squares() -> tuple[Any, Any]:
 
 def a_list_of_arrays() -> tuple[Any, Any]:
     return squares()[0], [jnp.ones(2)]
+
+
+def squares_of_one() -> tuple[Any, Any]:
+    loss, batches = squares()
+    return loss, batches[0]

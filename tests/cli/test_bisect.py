@@ -32,7 +32,7 @@ def test_what_is_needed(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Pa
     assert main(["bisect", f"{LOSSES}:squares", "--scopes"]) == 1
     assert "scope:spread=float32" in capsys.readouterr().out
     # Other commands read it, too.
-    assert main(["lint", f"{LOSSES}:squares", "--policy", str(path), "--low", "0"]) == 0
+    assert main(["lint", f"{LOSSES}:squares_of_one", "--policy", str(path), "--low", "0"]) == 0
 
 
 def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path):
