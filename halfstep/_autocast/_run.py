@@ -55,7 +55,7 @@ def run(
         else:
             _run_node(env, unit)
     return [
-        env.read(operand, held(plan, operand, kind))
+        env.read_where_made(operand, held(plan, operand, kind))
         for operand, kind in zip(plan.graph.outputs, out_kinds, strict=True)
     ]
 
@@ -98,11 +98,19 @@ class Environment:
             self.others[key] = jax.lax.convert_element_type(value, dtype)
         return self.others[key]
 
+    def read_where_made(self, operand: Operand, dtype: np.dtype | None) -> Any:
+        """The same; a cast has the line and the scopes of what has made the value."""
+        maker = self.plan.maker(operand)
+        if maker is None:
+            return self.read(operand, dtype)
+        with self.plan.graph.nodes[maker].in_scope():
+            return self.read(operand, dtype)
+
 
 def _run_node(env: Environment, index: int) -> None:
     node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
-    operands = [operand_of(env, operand, index) for operand in node.ins]
     with node.in_scope():
+        operands = [operand_of(env, operand, index) for operand in node.ins]
         results = bind(env, index, operands)
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
@@ -212,9 +220,10 @@ def _run_island(env: Environment, island: Island) -> None:
             inner.write(number, value)
         for index in island.nodes:
             _run_node(inner, index)
-        return tuple(inner.read(number, dtype) for number, dtype in island.outputs)
+        return tuple(inner.read_where_made(number, dtype) for number, dtype in island.outputs)
 
-    inputs = [env.read(number, dtype) for number, dtype in island.reads]
+    with plan.graph.nodes[island.nodes[0]].in_scope():
+        inputs = [env.read(number, dtype) for number, dtype in island.reads]
     barred = env.place is not Place.LOOP and not last
     func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
     results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import halfstep
 from halfstep import debug
 from halfstep.debug._stats import Column
 
@@ -218,3 +219,19 @@ def test_what_is_masked_is_said_to_be():
     assert found is not None
     assert not found.reaches
     assert "something masks it" in str(found)
+
+
+def test_casts_of_autocast_have_lines_of_the_users():
+    def loss(w, x):
+        hidden = jnp.tanh(x @ w)
+        return jnp.mean((hidden @ w) ** 2)
+
+    def step(w, x):
+        scaling = halfstep.StaticLossScaling(2.0**5)
+        value, _, _, grads = halfstep.filter_value_and_grad(loss, scaling, policy="f16")(w, x)
+        return w - grads, value
+
+    sites = debug.record(step, sites="ops").init(jnp.ones((4, 4)), jnp.ones((8, 4))).sites
+    casts = [site for site in sites if site.op == "convert_element_type"]
+    assert casts
+    assert {site.source.short.split(":")[0] for site in casts} == {"test_record.py"}
