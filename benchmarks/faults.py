@@ -1,0 +1,105 @@
+"""Does a run that is killed again and again end with the bits of one that is not?
+
+    python -m benchmarks.faults --json benchmarks/results/faults.json
+
+`examples.gpt_fsdp`, small, in 2 and 4 processes on this machine, data-parallel and fully sharded,
+in bfloat16, float16, fp8 and with a flash optimizer. Each run is killed four times: `kill -9` of
+one process after the other, at random points and while checkpoints are being written, and started
+again. The exit status is 1 unless every run ends with the bits of an uninterrupted one: every leaf,
+the loss scale, the ledger, the fp8 state, the place in the data, and the record of every step.
+"""
+
+import functools
+import itertools
+import pathlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks._killing import MODES, POLICIES, Case, compare, random_faults
+from benchmarks._report import parser, report, table, write
+
+MODULE = "benchmarks.faults"
+CASES = [Case(*row) for row in itertools.product(MODES, POLICIES, (2, 4))]
+FAULTS = 4
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What was injected and survived, and what it cost."""
+    faults = [fault for row in rows for fault in row["faults"]]
+    same = [row for row in rows if not row["differs"]]
+    return {
+        "injected": len(faults),
+        "survived": sum(len(row["faults"]) for row in same),
+        "while_writing": sum(fault["was_writing"] for fault in faults),
+        "ended_by_themselves": sum(fault["others_ended_by_themselves"] for fault in faults),
+        "steps_lost_mean": round(sum(f["steps_lost"] for f in faults) / len(faults), 2),
+        "steps_lost_max": max(fault["steps_lost"] for fault in faults),
+        "seconds_to_end_max": max(fault["seconds_to_end"] for fault in faults),
+        "passed": len(same) == len(rows),
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The results as text and a table for the docs."""
+    summary = found["summary"]
+    rows = [
+        {
+            "mode": row["mode"],
+            "policy": f"`{row['policy']}`",
+            "processes": row["processes"],
+            "killed": len(row["faults"]),
+            "writing": sum(fault["was_writing"] for fault in row["faults"]),
+            "lost": sum(fault["steps_lost"] for fault in row["faults"]),
+            "same": "no" if row["differs"] else "yes",
+        }
+        for row in found["rows"]
+    ]
+    columns = {
+        "mode": "parameters",
+        "policy": "policy",
+        "processes": "processes",
+        "killed": "killed",
+        "writing": "of these while writing",
+        "lost": "steps lost",
+        "same": "same bits",
+    }
+    text = (
+        f"{summary['injected']} processes were killed, {summary['while_writing']} of them while a "
+        f"checkpoint was being written, and {summary['survived']} times the run ended with the "
+        f"bits of an uninterrupted one. A kill cost {summary['steps_lost_mean']} steps in the mean "
+        f"and {summary['steps_lost_max']} at most, with a checkpoint every "
+        f"{found['save_every']} steps; the other processes had ended after "
+        f"{summary['seconds_to_end_max']} seconds at most."
+    )
+    return f"{text}\n\n{table(rows, columns)}"
+
+
+def measure(cases: Sequence[Case], faults: int) -> dict[str, Any]:
+    """All cases, one after the other."""
+    from benchmarks._killing import SAVE_EVERY
+
+    rows = []
+    for number, case in enumerate(tqdm(cases, unit="run")):
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = random_faults(faults, case.processes, seed=number)
+            rows.append(compare(case, chosen, pathlib.Path(folder)))
+    return {"save_every": SAVE_EVERY, "summary": summarize(rows), "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = parser(MODULE, "Killed and started again: the same bits?")
+    made.add_argument("--quick", action="store_true", help="two runs only")
+    options = made.parse_args(argv)
+    run = functools.partial(measure, CASES[:1] + CASES[-1:] if options.quick else CASES)
+    found = report(MODULE, run(FAULTS), packages=("orbax-checkpoint", "grain"))
+    write(found, options.json)
+    print(markdown(found), file=sys.stderr)
+    return 0 if found["summary"]["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Killed and started again, a run of several processes ends with the bits of one in peace."""
+
+import os
+import pathlib
+
+import pytest
+
+from benchmarks import faults as benchmark
+from benchmarks._killing import Case, compare, random_faults
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def as_users_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """One cache for all starts of a run: each process would compile the same again."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+QUICK = [Case("fsdp", "f16", 2), Case("dp", "f8", 4)]
+CASES = [
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in benchmark.CASES
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_killed_and_resumed_is_uninterrupted(case: Case, tmp_path: pathlib.Path):
+    chosen = random_faults(4, case.processes, seed=benchmark.CASES.index(case))
+    assert {fault.kind for fault in chosen} == {"step", "save"}
+    found = compare(case, chosen, tmp_path)
+    assert found["differs"] == []
+    assert len(found["faults"]) == 4
+    assert all(fault["others_ended_by_themselves"] for fault in found["faults"])
+    # One interval, and one more whose checkpoint was being written.
+    assert all(0 <= fault["steps_lost"] <= 6 for fault in found["faults"])
+    assert (found["skipped"] > 0) == (case.policy == "f16")
