@@ -1,6 +1,7 @@
 """Text that is on every machine: Python's own library, as bytes, and batches of it by Grain."""
 
 import hashlib
+import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from jax.sharding import NamedSharding
 
 
 def python_library(size: int) -> np.ndarray:
-    """The first `size` bytes of the library's sources, in the order of their names."""
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
+    """The first `size` bytes of the library's sources, folder by folder."""
     parts: list[bytes] = []
-    for path in sorted(folder.rglob("*.py")):
-        if not left_out.intersection(path.relative_to(folder).parts):
-            parts.append(path.read_bytes())
+    for folder, below, names in os.walk(sysconfig.get_path("stdlib")):
+        left_out = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
+        below[:] = sorted(name for name in below if name not in left_out)
+        sources = sorted(name for name in names if name.endswith(".py"))
+        parts += [pathlib.Path(folder, name).read_bytes() for name in sources]
         if sum(map(len, parts)) >= size:
             break
     return np.frombuffer(b"".join(parts)[:size], np.uint8)

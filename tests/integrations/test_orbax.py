@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep import optim, quant
-from halfstep.integrations._orbax._digest import digests
+from halfstep._digest import digests
 from halfstep.integrations._orbax._files import read_data
 from tests.test_snippets import blocks, run
 
@@ -590,7 +590,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_digests_do_not_depend_on_shardings(monkeypatch: pytest.MonkeyPatch, kind: AxisType):
-    monkeypatch.setattr("halfstep.integrations._orbax._digest._SMALL", -1)
+    monkeypatch.setattr("halfstep._digest._SMALL", -1)
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.normal(0, 9, (4, 8))).astype(dtype) for dtype in NUMBERS]
     arrays.append(jnp.asarray(random.normal(size=(4, 8)) + 1j, jnp.complex64))

@@ -19,7 +19,7 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) ->
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-QUICK = [Case("fsdp", "f16", 2), Case("dp", "f8", 4)]
+QUICK = [Case("fsdp", "f8", 2), Case("dp", "f16", 4)]
 CASES = [
     pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in benchmark.CASES
 ]

@@ -10,9 +10,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from halfstep._digest import digests
 from halfstep._version import __version__
 from halfstep.integrations._orbax import _arrays, _data, _files, _folder, _processes
-from halfstep.integrations._orbax._digest import digests
 from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError
 from halfstep.integrations._orbax._match import check_leaves, check_options
 from halfstep.integrations._orbax._static import static_fields, with_static_fields

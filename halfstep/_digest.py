@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, UInt32
 
 _WORD = np.uint32
 # An odd number close to 2**32 divided by the golden ratio, and murmur3's two for mixing.
@@ -66,9 +67,14 @@ def _devices(array: jax.Array) -> Any:
 @functools.lru_cache(maxsize=16)
 def _compiled(out: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
     def all_sums(arrays: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack([jnp.stack(_sums(jnp, _device_words(array))) for array in arrays])
+        return jnp.stack([device_sums(array) for array in arrays])
 
     return jax.jit(all_sums) if out is None else jax.jit(all_sums, out_shardings=out)
+
+
+def device_sums(array: jax.Array) -> UInt32[Array, " two"]:
+    """The two sums of an array, or of a shard of one, inside of a compiled function."""
+    return jnp.stack(_sums(jnp, _device_words(array)))
 
 
 def _sums(xp: Any, words: Any) -> tuple[Any, Any]:
