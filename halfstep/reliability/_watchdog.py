@@ -81,8 +81,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Say who hangs, right before the end. If nobody can, the stacks come without it."""
-        while not self._ended.wait(max(0.01, self._deadline - time.monotonic() - 0.1)):
-            if time.monotonic() < self._deadline - 0.1:
+        pause = min(0.25, self._limit / 8)
+        while not self._ended.wait(pause):
+            if time.monotonic() < self._deadline - 1.5 * pause:
                 continue
             after = "the first step" if self._last is None else f"the step after {self._last}"
             text = (
