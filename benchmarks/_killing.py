@@ -19,7 +19,7 @@ STEPS, SAVE_EVERY = 24, 3
 SIZES = (
     f"--steps {STEPS} --save-every {SAVE_EVERY} --log-every 1 --eval-every 1000 --width 32 "
     "--layers 1 --heads 2 --tokens 16 --batch 8 --text 100000 --loss-scale 4194304 "
-    "--growth-period 4 --learning-rate 0.02"
+    "--growth-period 4 --learning-rate 0.02 --check-every 8"
 )
 
 

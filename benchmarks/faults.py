@@ -19,8 +19,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks._killing import MODES, POLICIES, Case, compare, random_faults
-from benchmarks._report import parser, report, table, write
+from benchmarks._fault_table import text
+from benchmarks._killing import (
+    MODES,
+    POLICIES,
+    SAVE_EVERY,
+    Case,
+    compare,
+    random_faults,
+)
+from benchmarks._report import parser, report, write
 
 MODULE = "benchmarks.faults"
 CASES = [Case(*row) for row in itertools.product(MODES, POLICIES, (2, 4))]
@@ -43,45 +51,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """The results as text and a table for the docs."""
-    summary = found["summary"]
-    rows = [
-        {
-            "mode": row["mode"],
-            "policy": f"`{row['policy']}`",
-            "processes": row["processes"],
-            "killed": len(row["faults"]),
-            "writing": sum(fault["was_writing"] for fault in row["faults"]),
-            "lost": sum(fault["steps_lost"] for fault in row["faults"]),
-            "same": "no" if row["differs"] else "yes",
-        }
-        for row in found["rows"]
-    ]
-    columns = {
-        "mode": "parameters",
-        "policy": "policy",
-        "processes": "processes",
-        "killed": "killed",
-        "writing": "of these while writing",
-        "lost": "steps lost",
-        "same": "same bits",
-    }
-    text = (
-        f"{summary['injected']} processes were killed, {summary['while_writing']} of them while a "
-        f"checkpoint was being written, and {summary['survived']} times the run ended with the "
-        f"bits of an uninterrupted one. A kill cost {summary['steps_lost_mean']} steps in the mean "
-        f"and {summary['steps_lost_max']} at most, with a checkpoint every "
-        f"{found['save_every']} steps; the other processes had ended after "
-        f"{summary['seconds_to_end_max']} seconds at most."
-    )
-    return f"{text}\n\n{table(rows, columns)}"
-
-
 def measure(cases: Sequence[Case], faults: int) -> dict[str, Any]:
     """All cases, one after the other."""
-    from benchmarks._killing import SAVE_EVERY
-
     rows = []
     for number, case in enumerate(tqdm(cases, unit="run")):
         with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = functools.partial(measure, CASES[:1] + CASES[-1:] if options.quick else CASES)
     found = report(MODULE, run(FAULTS), packages=("orbax-checkpoint", "grain"))
     write(found, options.json)
-    print(markdown(found), file=sys.stderr)
+    print(text(found), file=sys.stderr)
     return 0 if found["summary"]["passed"] else 1
 
 

@@ -17,6 +17,7 @@ and `train_step`; where things are is in `_mesh.py`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -36,6 +37,7 @@ from examples._plot import plot_run
 from examples._text import Batches, digest, python_library
 from halfstep import optim
 from halfstep.integrations.orbax import Checkpoints
+from halfstep.reliability import Preemption, Watchdog, replica_check
 
 POLICIES = ("f32", "bf16", "f16", *halfstep.RECIPES)
 OUT = pathlib.Path("runs/gpt_fsdp")
@@ -144,7 +146,15 @@ def make_step(config: Config, state: State) -> Callable[[State, Text], tuple[Arr
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
-def train(config: Config, mesh: Mesh, out: pathlib.Path, *, save_every: int) -> list[Record]:
+def train(
+    config: Config,
+    mesh: Mesh,
+    out: pathlib.Path,
+    *,
+    save_every: int,
+    check_every: int,
+    hang_after: float,
+) -> list[Record]:
     """One run. It writes `out/metrics.jsonl` and `out/checkpoints`, and returns its records."""
     text = python_library(config.text)
     cut, length = int(0.95 * len(text)), config.tokens + 1
@@ -154,33 +164,42 @@ def train(config: Config, mesh: Mesh, out: pathlib.Path, *, save_every: int) -> 
     state = initial_state(config, mesh, held_out)
     step_fn = make_step(config, state)
     eval_fn = jax.jit(halfstep.autocast(loss_of(config), config.policy))
-    run = {**dataclasses.asdict(config), "digest of the text": digest(text)}
-    is_first = jax.process_index() == 0
-    with Checkpoints(out / "checkpoints", options=run) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        run = {**dataclasses.asdict(config), "digest of the text": digest(text)}
+        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", options=run))
         start = 0
         if checkpoints.latest() is not None:
             start, state = checkpoints.restore(state, data=batches.iterator)
-        name = f"{config.policy} {config.optimizer}"
-        path = out / "metrics.jsonl"
-        with Log(path, name=name, steps=config.steps, start=start, active=is_first) as log:
-            for step in range(start + 1, config.steps + 1):
-                value, state = step_fn(state, next(batches))
-                log.tick()
-                last = step == config.steps
-                if last or step % config.log_every == 0:
-                    # Raises once nothing but skips is left, and says where to look.
-                    state["ledger"].check(state["params"], scaling=state["scaling"])
-                    record: Record = {
-                        "step": step,
-                        "loss": float(value),
-                        "loss_scale": float(np.asarray(state["scaling"].loss_scaling)),
-                        "skipped": int(state["ledger"].skipped),
-                    }
-                    if last or step % config.eval_every == 0:
-                        record["held_out_loss"] = float(eval_fn(state["params"], held_out))
-                    log.write(record)
-                if last or step % save_every == 0:
-                    checkpoints.save(step, state, batches.iterator)
+        names = {"name": f"{config.policy} {config.optimizer}", "steps": config.steps}
+        is_first = jax.process_index() == 0
+        log = stack.enter_context(Log(out / "metrics.jsonl", **names, start=start, active=is_first))
+        preemption = stack.enter_context(Preemption())
+        watchdog = stack.enter_context(Watchdog(hang_after))
+        for step in range(start + 1, config.steps + 1):
+            value, state = step_fn(state, next(batches))
+            log.tick()
+            last = step == config.steps
+            if last or step % config.log_every == 0:
+                # Raises once nothing but skips is left, and says where to look.
+                state["ledger"].check(state["params"], scaling=state["scaling"])
+                record: Record = {
+                    "step": step,
+                    "loss": float(value),
+                    "loss_scale": float(np.asarray(state["scaling"].loss_scaling)),
+                    "skipped": int(state["ledger"].skipped),
+                }
+                if last or step % config.eval_every == 0:
+                    record["held_out_loss"] = float(eval_fn(state["params"], held_out))
+                log.write(record)
+            if step % check_every == 0:
+                replica_check(state, step=step)
+            stops = preemption.reached(step)
+            if last or stops or step % save_every == 0:
+                checkpoints.save(step, state, batches.iterator)
+            watchdog.tick(step)
+            if stops:
+                print(f"stopped after step {step}; the same command goes on from there")
+                break
     return log.records
 
 
@@ -202,6 +221,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--fsdp", type=int, default=1, help="devices that share a copy of the parameters (1)")
     add("--save-every", type=int, default=50, help="steps between checkpoints (50)")
+    add("--check-every", type=int, default=100, help="steps between comparisons of copies (100)")
+    add(
+        "--hang-after",
+        type=float,
+        default=300.0,
+        help="seconds for a step, and 10 times that "
+        "for the first, after which a process ends itself (300)",
+    )
     add("--out", type=pathlib.Path, default=OUT, help=f"all processes must see it ({OUT})")
     add("--coordinator", help="address:port of process 0; without it there is one process")
     add("--processes", type=int, default=1, help="how many there are (1)")
@@ -214,8 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = Config(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Config)})
     with _mesh.processes(options.coordinator, options.processes, options.process):
         mesh = _mesh.make_mesh(options.fsdp)
-        records = train(config, mesh, options.out, save_every=options.save_every)
-        if jax.process_index() == 0:
+        every = {"save_every": options.save_every, "check_every": options.check_every}
+        records = train(config, mesh, options.out, **every, hang_after=options.hang_after)
+        if jax.process_index() == 0 and records[-1]["step"] == config.steps:
             plot_run(records, options.out / "curves.png", title=f"{config.policy}, {mesh.shape}")
             print(f"held-out loss {records[-1]['held_out_loss']:.4f}; see {options.out}")
 
