@@ -17,7 +17,7 @@ STEPS, SAVE_EVERY = 24, 3
 # The smallest model that has all parts. The loss scale of float16 is so high that steps are
 # skipped, and grows so often that it is another one at each checkpoint.
 SIZES = (
-    f"--steps {STEPS} --save-every {SAVE_EVERY} --log-every 1 --eval-every 1000 --width 32 "
+    f"--steps {STEPS} --save-every {SAVE_EVERY} --log-every 1 --eval-every 1000 --width 64 "
     "--layers 1 --heads 2 --tokens 16 --batch 8 --text 100000 --loss-scale 4194304 "
     "--growth-period 4 --learning-rate 0.02 --check-every 8"
 )

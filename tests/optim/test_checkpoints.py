@@ -114,3 +114,16 @@ def test_parameters_without_shardings():
     shapes = jax.eval_shape(lambda: {"w": jnp.ones(SHAPE)})
     with pytest.raises(ValueError, match="shardings over one mesh; got no mesh"):
         optim.state_shardings(jax.eval_shape(FLASH.init, shapes), shapes)
+
+
+def test_few_scales_are_not_divided():
+    """One scale for 32 elements: a side of 64 has two, which four devices cannot share."""
+    shapes = {
+        "w": jax.ShapeDtypeStruct((128, 64), jnp.bfloat16, sharding=where(P(None, "a"), 4)["w"])
+    }
+    state = jax.eval_shape(FLASH.init, shapes)
+    shardings = optim.state_shardings(state, shapes)
+    assert shardings.first["w"].codes.spec == P(None, "a")
+    assert shardings.first["w"].scale.spec == P(None, None)
+    made = jax.jit(FLASH.init, out_shardings=shardings)({"w": jnp.ones((128, 64), jnp.bfloat16)})
+    assert made.first["w"].scale.shape == (128, 2)

@@ -17,7 +17,19 @@ def stored_form(leaf: Leaf) -> Any:
     if not isinstance(leaf.value, jax.Array):
         return np.asarray(leaf.value)
     # One process's own array is the same on all, as is checked; process 0 writes it.
-    return np.asarray(leaf.value) if _is_of_one_process(leaf.value) else leaf.value
+    return np.asarray(leaf.value) if _is_of_one_process(leaf.value) else _readable(leaf.value)
+
+
+def _readable(array: jax.Array) -> jax.Array:
+    """The array, such that its shards can be read.
+
+    Of one that `jax.device_put` has replicated over several processes JAX 0.10 cannot say them.
+    """
+    try:
+        array.addressable_shards  # noqa: B018
+    except ValueError:
+        return jax.jit(lambda x: x, out_shardings=array.sharding)(array)
+    return array
 
 
 def is_local(leaf: Leaf) -> bool:
