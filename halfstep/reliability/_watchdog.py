@@ -44,7 +44,7 @@ class Watchdog:
             raise ValueError(
                 f"`limit` and `first` are seconds, more than 0; got {limit} and {self._first}."
             )
-        self._file = file
+        self._file = _descriptor(sys.stderr if file is None else file)
         self._ended = threading.Event()
         self._last: int | None = None
         self._deadline = 0.0
@@ -77,7 +77,7 @@ class Watchdog:
 
     def _start(self, seconds: float | int) -> None:
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file or sys.stderr)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
     def _watch(self) -> None:
         """Say who hangs, right before the end. If nobody can, the stacks come without it."""
@@ -91,5 +91,13 @@ class Watchdog:
                 f"has not finished {after} within {self._allowed:g} seconds and is ended. The "
                 "stacks of its threads:\n"
             )
-            os.write((self._file or sys.stderr).fileno(), text.encode())
+            os.write(self._file, text.encode())
             return
+
+
+def _descriptor(file: TextIO) -> int:
+    try:
+        return file.fileno()
+    except (AttributeError, OSError, ValueError):
+        # A notebook, or a test, that shows what is printed by itself.
+        return 2

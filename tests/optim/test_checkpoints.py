@@ -117,13 +117,12 @@ def test_parameters_without_shardings():
 
 
 def test_few_scales_are_not_divided():
-    """One scale for 32 elements: a side of 64 has two, which four devices cannot share."""
-    shapes = {
-        "w": jax.ShapeDtypeStruct((128, 64), jnp.bfloat16, sharding=where(P(None, "a"), 4)["w"])
-    }
-    state = jax.eval_shape(FLASH.init, shapes)
-    shardings = optim.state_shardings(state, shapes)
-    assert shardings.first["w"].codes.spec == P(None, "a")
+    """One scale for a row of 32 elements, which four devices cannot share."""
+    tx, shape = optim.flash_adamw(1e-3, min_size=64), (16, 32)
+    whole = where(P(None, "a"), 4)["w"]
+    shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)}
+    shardings = optim.state_shardings(jax.eval_shape(tx.init, shapes), shapes)
+    assert shardings.first["w"].codes == whole
     assert shardings.first["w"].scale.spec == P(None, None)
-    made = jax.jit(FLASH.init, out_shardings=shardings)({"w": jnp.ones((128, 64), jnp.bfloat16)})
-    assert made.first["w"].scale.shape == (128, 2)
+    made = jax.jit(tx.init, out_shardings=shardings)({"w": jnp.ones(shape, jnp.bfloat16)})
+    assert made.first["w"].scale.shape == (16, 1)

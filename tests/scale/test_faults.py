@@ -20,7 +20,7 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) ->
 
 
 # How many faults in which case; four processes take longer to start than two.
-QUICK = {Case("fsdp", "f8", 2): 6, Case("dp", "f16", 4): 2}
+QUICK = {Case("fsdp", "f16", 2): 6, Case("dp", "flash", 4): 2}
 CASES = [
     pytest.param(case, faults, marks=marks)
     for chosen, marks in ((QUICK, ()), (dict.fromkeys(benchmark.CASES, 4), pytest.mark.slow))
