@@ -81,9 +81,14 @@ def _is_writing(out: pathlib.Path, after: int) -> bool:
     return any(int(path.parts[-2].split(".")[0]) >= after for path in found)
 
 
+def _group(case: Case, out: pathlib.Path) -> Group:
+    cache = out.parent / "cache"
+    return Group(gpt_fsdp.main, case.argv(out), case.processes, out / "logs", cache=cache)
+
+
 def inject(case: Case, out: pathlib.Path, fault: Fault, limit: float = 300.0) -> dict[str, Any]:
     """Start a run, or go on with it, and kill one process; return what was seen."""
-    with Group(gpt_fsdp.main, case.argv(out), case.processes, out / "logs") as group:
+    with _group(case, out) as group:
         end = time.monotonic() + limit
 
         def is_there() -> bool:
@@ -115,7 +120,7 @@ def inject(case: Case, out: pathlib.Path, fault: Fault, limit: float = 300.0) ->
 
 def finish(case: Case, out: pathlib.Path, limit: float = 300.0) -> dict[str, Any]:
     """Run to the end, and return all that a run leaves behind."""
-    with Group(gpt_fsdp.main, case.argv(out), case.processes, out / "logs") as group:
+    with _group(case, out) as group:
         codes = group.wait(limit)
         if codes != [0] * case.processes:
             raise AssertionError(f"{case}: exit codes {codes}\n{group.said()}")

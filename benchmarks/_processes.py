@@ -23,16 +23,18 @@ def free_port() -> int:
 
 
 def _run(
-    main: Callable[[list[str]], Any], argv: list[str], log: str, devices: int, flags: str
+    main: Callable[[list[str]], Any], argv: list[str], log: str, settings: dict[str, Any]
 ) -> None:
-    """What each process does: it has its own log, and as many devices as it is given."""
+    """What each process does: it has its own log, and settings of JAX that are its own."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ["XLA_FLAGS"] = flags
+    # LLVM takes longer to optimize programs as small as these than it saves.
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     import jax
 
-    jax.config.update("jax_num_cpu_devices", devices)
+    for name, value in settings.items():
+        jax.config.update(name, value)
     main(argv)
     sys.stdout.flush()
 
@@ -46,7 +48,7 @@ class Group:
         count: How many processes.
         logs: A folder for what they print.
         devices: How many devices each of them has.
-        flags: Of XLA's. By default LLVM does not optimize, which takes longer than it saves here.
+        cache: A folder for what is compiled, so that a second start need not.
     """
 
     def __init__(
@@ -57,17 +59,22 @@ class Group:
         logs: pathlib.Path,
         *,
         devices: int = 1,
-        flags: str = "--xla_backend_optimization_level=0",
+        cache: pathlib.Path | None = None,
     ):
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"process{index}.log" for index in range(count)]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([main.__module__])
         address = f"127.0.0.1:{free_port()}"
+        settings = {
+            "jax_num_cpu_devices": devices,
+            "jax_compilation_cache_dir": None if cache is None else str(cache),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+        }
         self.processes = []
         for index, log in enumerate(self.logs):
             place = ["--coordinator", address, "--processes", str(count), "--process", str(index)]
-            args = (main, [*argv, *(place if count > 1 else ())], str(log), devices, flags)
+            args = (main, [*argv, *(place if count > 1 else ())], str(log), settings)
             self.processes.append(context.Process(target=_run, args=args, daemon=True))
         for process in self.processes:
             process.start()

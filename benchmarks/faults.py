@@ -9,12 +9,11 @@ again. The exit status is 1 unless every run ends with the bits of an uninterrup
 the loss scale, the ledger, the fp8 state, the place in the data, and the record of every step.
 """
 
-import functools
 import itertools
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -51,23 +50,27 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(cases: Sequence[Case], faults: int) -> dict[str, Any]:
-    """All cases, one after the other."""
-    rows = []
+def measure(cases: Sequence[Case], faults: int) -> Iterator[dict[str, Any]]:
+    """All cases, one after the other; the results so far after each of them."""
+    rows: list[dict[str, Any]] = []
     for number, case in enumerate(tqdm(cases, unit="run")):
         with tempfile.TemporaryDirectory() as folder:
             chosen = random_faults(faults, case.processes, seed=number)
             rows.append(compare(case, chosen, pathlib.Path(folder)))
-    return {"save_every": SAVE_EVERY, "summary": summarize(rows), "rows": rows}
+        yield {"save_every": SAVE_EVERY, "summary": summarize(rows), "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser(MODULE, "Killed and started again: the same bits?")
     made.add_argument("--quick", action="store_true", help="two runs only")
     options = made.parse_args(argv)
-    run = functools.partial(measure, CASES[:1] + CASES[-1:] if options.quick else CASES)
-    found = report(MODULE, run(FAULTS), packages=("orbax-checkpoint", "grain"))
-    write(found, options.json)
+    cases = CASES[:1] + CASES[-1:] if options.quick else CASES
+    found: dict[str, Any] = {}
+    for results in measure(cases, FAULTS):
+        found = report(MODULE, results, packages=("orbax-checkpoint", "grain"))
+        write(found, options.json if options.json != "-" else None)
+    if options.json == "-":
+        write(found, options.json)
     print(text(found), file=sys.stderr)
     return 0 if found["summary"]["passed"] else 1
 

@@ -1,23 +1,11 @@
 """Killed and started again, a run of several processes ends with the bits of one in peace."""
 
-import os
 import pathlib
 
 import pytest
 
 from benchmarks import faults as benchmark
 from benchmarks._killing import Case, compare, random_faults
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def as_users_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """One cache for all starts of a run: each process would compile the same again."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-
 
 # How many faults in which case; four processes take longer to start than two.
 QUICK = {Case("fsdp", "f16", 2): 6, Case("dp", "flash", 4): 2}

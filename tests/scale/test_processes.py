@@ -1,7 +1,6 @@
 """Real processes: what happens to one of them, all of them know."""
 
 import json
-import os
 import pathlib
 import signal
 import time
@@ -11,13 +10,6 @@ import pytest
 
 from benchmarks._processes import Group
 from tests.scale import _worker
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
 def results(group: Group, out: pathlib.Path, what: str, seconds: float = 120) -> list[Any]:
