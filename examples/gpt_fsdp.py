@@ -244,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         every = {"save_every": options.save_every, "check_every": options.check_every}
         records = train(config, mesh, options.out, **every, hang_after=options.hang_after)
         if jax.process_index() == 0 and records[-1]["step"] == config.steps:
-            plot_run(records, options.out / "curves.png", title=f"{config.policy}, {mesh.shape}")
+            spread = " x ".join(f"{count} {axis}" for axis, count in mesh.shape.items())
+            title = f"{config.policy}, {config.optimizer}, devices: {spread}"
+            plot_run(records, options.out / "curves.png", title=title)
             print(f"held-out loss {records[-1]['held_out_loss']:.4f}; see {options.out}")
 
 
