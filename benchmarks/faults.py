@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import _reactions
 from benchmarks._fault_table import text
 from benchmarks._killing import (
     MODES,
@@ -60,13 +61,37 @@ def measure(cases: Sequence[Case], faults: int) -> Iterator[dict[str, Any]]:
         yield {"save_every": SAVE_EVERY, "summary": summarize(rows), "rows": rows}
 
 
+def reactions() -> dict[str, Any]:
+    """What happens to one of two processes, and what both do."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen = [_reactions.react(f, pathlib.Path(folder, f)) for f in _reactions.FAULTS]
+        both = _reactions.together(pathlib.Path(folder, "together"))
+    return {
+        "limit": _reactions.LIMIT,
+        "ended": [{name: row[name] for name in ("fault", "seconds", "codes")} for row in seen],
+        "stopped_after": [result["stopped"] for row in seen for result in row["results"]],
+        "bad_numbers": {
+            bad: [
+                {"finite": b["finite"], "scale": b["scale"]}
+                for b in (x["bad_numbers"][bad] for x in both)
+            ]
+            for bad in both[0]["bad_numbers"]
+        },
+        "same_bits": both[0]["bad_numbers"] == both[1]["bad_numbers"],
+        "flipped_after": 3,
+        "flipped_found_after": [each["flipped"]["step"] for each in both],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser(MODULE, "Killed and started again: the same bits?")
     made.add_argument("--quick", action="store_true", help="two runs only")
     options = made.parse_args(argv)
     cases = CASES[:1] + CASES[-1:] if options.quick else CASES
     found: dict[str, Any] = {}
+    seen = reactions()
     for results in measure(cases, FAULTS):
+        results = {"reactions": seen, **results}
         found = report(MODULE, results, packages=("orbax-checkpoint", "grain"))
         write(found, options.json if options.json != "-" else None)
     if options.json == "-":

@@ -23,6 +23,23 @@ def row(case: Case, lost: list[int], differs: list[str]) -> dict[str, Any]:
     return {**about, "faults": seen, "differs": differs, "skipped": 0}
 
 
+REACTIONS = {
+    "limit": 3,
+    "ended": [
+        {"fault": "hang", "seconds": 3.1, "codes": [1, 1]},
+        {"fault": "SIGTERM", "seconds": 0.2, "codes": [0, 0]},
+    ],
+    "stopped_after": [7, 7],
+    "bad_numbers": {
+        "nan": [{"finite": False, "scale": 0.5}] * 2,
+        "None": [{"finite": True, "scale": 1.0}] * 2,
+    },
+    "same_bits": True,
+    "flipped_after": 3,
+    "flipped_found_after": [4, 4],
+}
+
+
 def test_what_is_counted():
     good = row(Case("dp", "f16", 2), [1, 2], [])
     bad = row(Case("fsdp", "f8", 4), [3], ["records"])
@@ -32,7 +49,9 @@ def test_what_is_counted():
     assert found["seconds_to_end_max"] == 1.5
     assert not found["passed"]
     assert benchmark.summarize([good])["passed"]
-    shown = text({"summary": found, "rows": [good, bad], "save_every": 3})
+    shown = text({"summary": found, "rows": [good, bad], "save_every": 3, "reactions": REACTIONS})
+    assert "both end well, after the steps 7 and 7" in shown
+    assert "With nan in the batch of one process both skipped the step" in shown
     assert "3 processes were killed, 1 of them while" in shown
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[-2:]]
     assert lines[0] == ["dp", "`f16`", "2", "2", "0", "3", "yes"]

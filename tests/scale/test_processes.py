@@ -2,14 +2,12 @@
 
 import json
 import pathlib
-import signal
-import time
 from typing import Any
 
 import pytest
 
+from benchmarks import _reactions, _worker
 from benchmarks._processes import Group
-from tests.scale import _worker
 
 
 def results(group: Group, out: pathlib.Path, what: str, seconds: float = 120) -> list[Any]:
@@ -21,8 +19,7 @@ def results(group: Group, out: pathlib.Path, what: str, seconds: float = 120) ->
 
 
 def test_what_one_process_has_all_know(tmp_path: pathlib.Path):
-    with Group(_worker.main, ["together", str(tmp_path)], 2, tmp_path) as group:
-        first, second = results(group, tmp_path, "together")
+    first, second = _reactions.together(tmp_path)
     # Bad numbers in the batch of one: nobody steps, and everybody halves the scale.
     assert first["bad_numbers"] == second["bad_numbers"]
     for bad in ("nan", "inf", "70000.0"):
@@ -38,52 +35,39 @@ def test_what_one_process_has_all_know(tmp_path: pathlib.Path):
     # What each has for itself.
     assert first["ledger_of_each"] == second["ledger_of_each"]
     assert first["ledger_of_each"]["own"] == [0, 1, 2]
+    # A file that only the second process reads.
+    assert first["damaged"]["step"] == second["damaged"]["step"] == 1
+    assert "step 2 in" in first["damaged"]["said"][0]
+    assert "is not what was written (process 1)" in first["damaged"]["said"][0]
+    assert second["damaged"]["said"] == []
     assert "`['own']` is an array of each process's own, and differs" in str(first)
 
 
-def reach(group: Group, out: pathlib.Path) -> None:
-    """Wait until both processes are in the middle of the run."""
-    end = time.monotonic() + 120
-    while not all((out / f"five-{index}").exists() for index in range(2)):
-        assert time.monotonic() < end, group.said()
-        assert not group.any_ended(), group.said()
-        time.sleep(0.01)
-
-
-FAULTS = {
-    "hang": "has not finished the step after 4 within 3 seconds and is ended",
-    "exception": "RuntimeError: of process 1 alone",
-    "SIGSTOP": "",
+SAYS = {
     "SIGKILL": "",
+    "exception": "RuntimeError: of process 1 alone",
+    "hang": "has not finished the step after 4 within 3 seconds and is ended",
+    "SIGSTOP": "",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", SAYS)
 def test_all_end_within_the_limit(fault: str, tmp_path: pathlib.Path):
-    argv = ["loop", str(tmp_path), "--fault", fault, "--limit", "3"]
-    with Group(_worker.main, argv, 2, tmp_path) as group:
-        reach(group, tmp_path)
-        begin = time.monotonic()
-        if fault.startswith("SIG"):
-            group.send(1, getattr(signal, fault))
-        ended = group.processes[0] if fault == "SIGSTOP" else group.processes[1]
-        ended.join(10)
-        group.processes[0].join(10)
-        took = time.monotonic() - begin
-        assert group.processes[0].exitcode not in (None, 0), group.said()
-        assert fault == "SIGSTOP" or group.processes[1].exitcode not in (None, 0)
-        # The limit, and as much again for a slow machine.
-        assert took < 6
-        assert FAULTS[fault] in group.logs[1].read_text()
-        if fault == "hang":
-            assert "in loop" in group.logs[1].read_text()
+    found = _reactions.react(fault, tmp_path)
+    first, second = found["codes"]
+    assert first not in (None, 0)
+    assert second not in (None, 0) or fault == "SIGSTOP"
+    # The limit, and as much again for a slow machine.
+    assert found["seconds"] < 2 * _reactions.LIMIT
+    assert SAYS[fault] in found["said"][1]
+    if fault == "hang":
+        assert "in loop" in found["said"][1]
 
 
 def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path: pathlib.Path):
-    with Group(_worker.main, ["loop", str(tmp_path)], 2, tmp_path) as group:
-        reach(group, tmp_path)
-        group.send(1, signal.SIGTERM)
-        first, second = results(group, tmp_path, "loop", 60)
+    found = _reactions.react("SIGTERM", tmp_path)
+    assert found["codes"] == [0, 0], found["said"]
+    first, second = found["results"]
     assert first == second
     assert first["stopped"] >= 5
 

@@ -1,15 +1,17 @@
-"""What the processes of the tests do: `main(["what", "out", ...])`, one JSON of results each."""
+"""What processes do to which something happens: `main(["what", "out"])`, a JSON of results each."""
 
 import argparse
 import json
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import halfstep
@@ -112,9 +114,29 @@ def ledger_of_each(mesh: Mesh, out: pathlib.Path) -> Any:
     return None
 
 
+def damaged(mesh: Mesh, out: pathlib.Path) -> Any:
+    """A file that one of the processes finds damaged: all take the step before."""
+    like = {"w": start(mesh)["params"]["w"]}
+    with Checkpoints(out / "damaged") as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, like)
+        checkpoints.wait()
+        if jax.process_index() == 0:
+            # The second of the files that are listed: the second process reads it.
+            listed = (out / "damaged" / "2" / "about" / "files.sha256").read_text().splitlines()
+            path = out / "damaged" / "2" / listed[1].split("  ")[1]
+            path.write_bytes(b"?" + path.read_bytes()[1:])
+        multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step, _ = checkpoints.restore(like)
+    return {"step": step, "said": [str(warning.message) for warning in said]}
+
+
 def together(mesh: Mesh, out: pathlib.Path) -> Any:
     """All of the above, for one start of the processes."""
-    return {f.__name__: f(mesh, out) for f in (bad_numbers, flipped, ledger_of_each)}
+    parts = (bad_numbers, flipped, ledger_of_each, damaged)
+    return {f.__name__: f(mesh, out) for f in parts}
 
 
 def loop(mesh: Mesh, out: pathlib.Path, fault: str, limit: float) -> Any:
