@@ -76,9 +76,18 @@ def newest(out: pathlib.Path) -> int:
     return max((int(p.parts[-3]) for p in found if p.parts[-3].isdecimal()), default=0)
 
 
-def _is_writing(out: pathlib.Path, after: int) -> bool:
-    found = (out / "checkpoints").glob("*.orbax-checkpoint-tmp/about*")
-    return any(int(path.parts[-2].split(".")[0]) >= after for path in found)
+def _is_writing(out: pathlib.Path, after: int, since: float) -> bool:
+    """Whether a checkpoint is being written, and not one that an earlier kill has left behind."""
+    found = (out / "checkpoints").glob("*.orbax-checkpoint-tmp")
+    steps = [int(path.name.split(".")[0]) for path in found if _is_new(path, since)]
+    return any(step >= after for step in steps)
+
+
+def _is_new(path: pathlib.Path, since: float) -> bool:
+    try:
+        return path.stat().st_mtime > since
+    except FileNotFoundError:
+        return False
 
 
 def _group(case: Case, out: pathlib.Path) -> Group:
@@ -89,12 +98,13 @@ def _group(case: Case, out: pathlib.Path) -> Group:
 def inject(case: Case, out: pathlib.Path, fault: Fault, limit: float = 300.0) -> dict[str, Any]:
     """Start a run, or go on with it, and kill one process; return what was seen."""
     with _group(case, out) as group:
-        end = time.monotonic() + limit
+        begin, end = time.time(), time.monotonic() + limit
 
         def is_there() -> bool:
             if fault.kind == "save":
-                return _is_writing(out, fault.step)
-            return last_logged(out) >= fault.step
+                return _is_writing(out, fault.step, begin)
+            # A run that goes on first writes the log anew, up to its checkpoint.
+            return _is_new(out / "metrics.jsonl", begin) and last_logged(out) >= fault.step
 
         while not is_there():
             if group.any_ended() or time.monotonic() > end:
@@ -112,7 +122,7 @@ def inject(case: Case, out: pathlib.Path, fault: Fault, limit: float = 300.0) ->
             "step": done,
             "checkpoint": kept,
             "steps_lost": done - kept,
-            "was_writing": any((out / "checkpoints").glob("*.orbax-checkpoint-tmp")),
+            "was_writing": _is_writing(out, 0, begin),
             "others_ended_by_themselves": None not in codes,
             "seconds_to_end": round(noticed, 2),
         }

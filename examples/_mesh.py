@@ -30,6 +30,7 @@ def processes(coordinator: str | None, count: int, index: int) -> Iterator[None]
         index,
         coordinator_bind_address=coordinator if index == 0 else None,
         cluster_detection_method="deactivate",
+        initialization_timeout=60,
         heartbeat_timeout_seconds=20,
     )
     try:
