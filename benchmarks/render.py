@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from benchmarks._f8_tables import text as f8_text
+from benchmarks._fault_table import text as fault_text
 from benchmarks._report import RESULTS, table
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
@@ -347,6 +348,10 @@ def fp8_memory(result: dict[str, Any]) -> str:
         f"{small['width']}: means of {result['seeds']} random initializations and batches."
     )
     return f"{table(fp8_memory_lines(result), FP8_MEMORY_COLUMNS)}\n\n{text}"
+
+
+def faults(result: dict[str, Any]) -> str:
+    return fault_text(result)
 
 
 def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:

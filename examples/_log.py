@@ -1,6 +1,7 @@
 """The records of one run: a JSON line each, and the newest on a progress bar."""
 
 import json
+import os
 import pathlib
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ class Log:
         name: What the progress bar is called.
         steps: How many steps the run has.
         start: How many of them were done before.
+        active: Whether to write and show anything: one of several processes does.
 
     Attributes:
         records: All records of the run, those before `start` included.
@@ -25,14 +27,22 @@ class Log:
 
     records: list[Record]
 
-    def __init__(self, path: pathlib.Path, *, name: str, steps: int, start: int = 0):
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        name: str,
+        steps: int,
+        start: int = 0,
+        active: bool = True,
+    ):
         # A killed run may have logged beyond its last checkpoint, and the last line in part.
-        lines = path.read_text().split("\n")[:-1] if start else []
+        lines = path.read_text().split("\n")[:-1] if start and active else []
         self.records = [record for record in map(json.loads, lines) if record["step"] <= start]
-        self._file = path.open("w")
+        self._file = (path if active else pathlib.Path(os.devnull)).open("w")
         self._file.writelines(json.dumps(record) + "\n" for record in self.records)
         self._file.flush()
-        self._bar = tqdm(desc=name, total=steps, initial=start, unit="step")
+        self._bar = tqdm(desc=name, total=steps, initial=start, unit="step", disable=not active)
 
     def __enter__(self) -> "Log":
         return self
@@ -51,15 +61,19 @@ class Log:
         self._bar.update()
 
     def write(self, record: Record) -> None:
-        """Add a record to the file and show it, with the last test accuracy, beside the bar."""
+        """Add a record to the file and show it, with the last that was tested, beside the bar."""
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        tested = [r["test_accuracy"] for r in self.records if "test_accuracy" in r]
-        shown = {
-            "loss": f"{record['loss']:.3f}",
-            "accuracy": f"{tested[-1]:.2%}" if tested else "-",
+        shown = {"loss": f"{record['loss']:.3f}"}
+        for name, key, form in (
+            ("accuracy", "test_accuracy", "{:.2%}"),
+            ("held out", "held_out_loss", "{:.3f}"),
+        ):
+            tested = [r[key] for r in self.records if key in r]
+            shown |= {name: form.format(tested[-1])} if tested else {}
+        shown |= {
             "scale": f"{record['loss_scale']:g}",
-            "skipped": record["skipped"],
+            "skipped": str(record["skipped"]),
         }
         self._bar.set_postfix(shown)

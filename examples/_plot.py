@@ -125,3 +125,40 @@ def plot_curves(
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
+
+
+def plot_run(records: Sequence[Record], path: pathlib.Path, *, title: str) -> None:
+    """Draw the losses and the loss scale of one run, in bits a byte, and write the picture.
+
+    Args:
+        records: The run's.
+        path: The PNG.
+        title: A line above the picture.
+    """
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    loss_axes, scale_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+    steps, losses = curve([records], "loss")
+    bits = losses / np.log(2)
+    loss_axes.plot(steps, bits[0], color="#0072b2", alpha=0.25, linewidth=1)
+    draw(loss_axes, steps, smooth(bits, 5), {"color": "#0072b2", "label": "training"})
+    steps, held_out = curve([records], "held_out_loss")
+    loss_axes.plot(steps, held_out[0] / np.log(2), "o-", color="#d55e00", ms=4, label="held out")
+    loss_axes.set_title("Bits a byte")
+    loss_axes.legend(frameon=False)
+    steps, scales = curve([records], "loss_scale")
+    scale_axes.step(steps, scales[0], where="post", color="#0072b2")
+    skipped = np.diff(curve([records], "skipped")[1][0], prepend=0) > 0
+    dots = {"color": "#d55e00", "label": f"steps skipped: {records[-1]['skipped']}"}
+    scale_axes.plot(steps[skipped], scales[0][skipped], "o", ms=4, **dots)
+    scale_axes.set_yscale("log", base=2)
+    scale_axes.set_ylim(scales.min() / 4, 4 * scales.max())
+    scale_axes.set_title("Loss scale")
+    scale_axes.legend(frameon=False)
+    for axes in (loss_axes, scale_axes):
+        axes.set_xlabel("step")
+        axes.set_xlim(0, max(axes.get_xlim()[1], 1))
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)

@@ -25,11 +25,11 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8
 
 import halfstep
-from examples._checkpoint import Checkpoints
 from examples._data import FASHION_MNIST, Dataset, load_fashion_mnist, shuffled_batches
 from examples._log import Log, Record
 from examples._plot import plot_curves
 from examples._vit import PRESETS, Sizes, ViT
+from halfstep.integrations.orbax import Checkpoints
 
 POLICIES = ("f32", "bf16", "f16")
 OUT = pathlib.Path("runs/vit_fashion_mnist")
@@ -167,7 +167,8 @@ def train(
     state = initial_state(config, data, optimizer)
     with contextlib.ExitStack() as stack:
         options = dataclasses.asdict(config)
-        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", options))
+        checkpoints = Checkpoints(out / "checkpoints", keep=2, options=options)
+        stack.enter_context(checkpoints)
         start = checkpoints.latest() or 0
         if start and not resume:
             raise FileExistsError(
@@ -175,7 +176,7 @@ def train(
                 "give another --out."
             )
         if start:
-            state = checkpoints.restore(start, state)
+            start, state = checkpoints.restore(state)
         name = f"{config.policy:>4} seed {config.seed}"
         log = Log(out / "metrics.jsonl", name=name, steps=config.steps, start=start)
         stack.enter_context(log)

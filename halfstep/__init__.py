@@ -1,6 +1,11 @@
 """Mixed-precision training for JAX: cast, scale, differentiate, update or skip."""
 
-from halfstep import debug as debug, optim as optim, quant as quant
+from halfstep import (
+    debug as debug,
+    optim as optim,
+    quant as quant,
+    reliability as reliability,
+)
 from halfstep._autocast import autocast as autocast
 from halfstep._cast import (
     cast_function as cast_function,

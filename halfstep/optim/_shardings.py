@@ -1,5 +1,6 @@
 """Where the state of an optimizer lies: as the parameters do."""
 
+import math
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ def state_shardings(state: Any, params: Any) -> Any:
 
     For `out_shardings` of a compiled `init` or `prepare`, and to restore a checkpoint onto another
     mesh. What belongs to a parameter, its codes and its scales too, is sharded as it is; the rest,
-    such as a count, is on every device.
+    such as a count, is on every device. So are scales along an axis that has too few of them to be
+    divided.
 
     Args:
         state: A state or its shapes, as `jax.eval_shape(optimizer.init, params)` gives them. Any
@@ -63,10 +65,22 @@ def state_shardings(state: Any, params: Any) -> Any:
         for start in range(len(names)):
             param, sharding = found.get("/".join(names[start:]), (None, None))
             if param is not None and sharding is not None and _is_alike(leaf, param):
-                return sharding
+                return _that_fits(leaf, sharding)
         return everywhere
 
     return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _that_fits(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding without the axes that an array cannot be divided over, such as few scales."""
+    spec = []
+    for size, part in zip(leaf.shape, sharding.spec, strict=False):
+        names = part if isinstance(part, tuple) else () if part is None else (part,)
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        spec.append(part if size % parts == 0 else None)
+    if tuple(spec) == tuple(sharding.spec):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
 def _is_alike(leaf: Any, param: Any) -> bool:

@@ -114,3 +114,15 @@ def test_parameters_without_shardings():
     shapes = jax.eval_shape(lambda: {"w": jnp.ones(SHAPE)})
     with pytest.raises(ValueError, match="shardings over one mesh; got no mesh"):
         optim.state_shardings(jax.eval_shape(FLASH.init, shapes), shapes)
+
+
+def test_few_scales_are_not_divided():
+    """One scale for a row of 32 elements, which four devices cannot share."""
+    tx, shape = optim.flash_adamw(1e-3, min_size=64), (16, 32)
+    whole = where(P(None, "a"), 4)["w"]
+    shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)}
+    shardings = optim.state_shardings(jax.eval_shape(tx.init, shapes), shapes)
+    assert shardings.first["w"].codes == whole
+    assert shardings.first["w"].scale.spec == P(None, None)
+    made = jax.jit(tx.init, out_shardings=shardings)({"w": jnp.ones(shape, jnp.bfloat16)})
+    assert made.first["w"].scale.shape == (16, 1)

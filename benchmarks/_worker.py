@@ -1,0 +1,205 @@
+"""What processes do to which something happens: `main(["what", "out"])`, a JSON of results each."""
+
+import argparse
+import json
+import pathlib
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import halfstep
+from examples import _mesh
+from halfstep import optim
+from halfstep.integrations.orbax import Checkpoints
+from halfstep.reliability import Preemption, ReplicaError, Watchdog, replica_check
+
+OPTIMIZER = optax.sgd(0.1)
+FLASH = optim.flash_adamw(1e-3, min_size=64)
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+@jax.jit
+def step(state: Any, x: Any) -> Any:
+    value, scaling, finite, grads = halfstep.filter_value_and_grad(
+        loss, state["scaling"], policy="f16"
+    )(state["params"], x)
+    params, optimizer = halfstep.optimizer_update(
+        state["params"], OPTIMIZER, state["optimizer"], grads, finite
+    )
+    ledger = state["ledger"].record(finite)
+    new = {"params": params, "optimizer": optimizer, "scaling": scaling, "ledger": ledger}
+    return new, finite.finite, value
+
+
+def start(mesh: Mesh) -> Any:
+    params = {"w": jnp.full((4, 8), 0.5)}
+    state = {
+        "params": params,
+        "optimizer": OPTIMIZER.init(params),
+        "scaling": halfstep.DynamicLossScaling(2**8),
+        "ledger": halfstep.Ledger(),
+    }
+    return jax.device_put(state, NamedSharding(mesh, P()))
+
+
+def batch(mesh: Mesh, bad: float | None = None) -> jax.Array:
+    """A row for each device; the last one's may have a bad number."""
+    rows = np.ones((jax.device_count(), 4), np.float32)
+    if bad is not None:
+        rows[-1, 0] = bad
+    sharding = _mesh.rows(mesh)
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+def bits(state: Any) -> str:
+    copies = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(state)]
+    return b"".join(copy.tobytes() for copy in copies).hex()
+
+
+def bad_numbers(mesh: Mesh, out: pathlib.Path) -> Any:
+    """NaN, infinity and what float16 cannot hold, in the batch of one process."""
+    found, state = {}, start(mesh)
+    for bad in (np.nan, np.inf, 70000.0, None):
+        before = float(state["scaling"].loss_scaling)
+        state, finite, _ = step(state, batch(mesh, bad))
+        after = float(state["scaling"].loss_scaling)
+        found[str(bad)] = {"finite": bool(finite), "scale": after / before, "bits": bits(state)}
+    return found
+
+
+def flipped(mesh: Mesh, out: pathlib.Path) -> Any:
+    """One bit of a mantissa, on one process, after step 3; copies are compared every 2 steps."""
+    state = start(mesh)
+    for number in range(1, 7):
+        state, _, _ = step(state, batch(mesh))
+        if number == 3:
+            w = state["params"]["w"]
+            copy = np.array(w.addressable_data(0))
+            if jax.process_index() == 1:
+                copy.view(np.uint32)[0, 0] ^= 1
+            own = [jax.device_put(copy, jax.local_devices()[0])]
+            made = jax.make_array_from_single_device_arrays(w.shape, w.sharding, own)
+            state["params"]["w"] = made
+        if number % 2 == 0:
+            try:
+                replica_check(state, step=number)
+            except ReplicaError as error:
+                return {"step": number, "error": str(error)}
+    return None
+
+
+def ledger_of_each(mesh: Mesh, out: pathlib.Path) -> Any:
+    """An array that each process has for itself is saved if it is the same, and else named."""
+    with Checkpoints(out / "own") as checkpoints:
+        checkpoints.save(
+            1, {"w": start(mesh)["params"]["w"], "own": np.arange(3), "n": jnp.ones(2)}
+        )
+        checkpoints.wait()
+        like = {"w": start(mesh)["params"]["w"], "own": np.zeros(3, int), "n": jnp.zeros(2)}
+        step, got = checkpoints.restore(like)
+        try:
+            checkpoints.save(2, {"own": np.full(3, jax.process_index())})
+        except ValueError as error:
+            return {"step": step, "own": got["own"].tolist(), "error": str(error)}
+    return None
+
+
+def damaged(mesh: Mesh, out: pathlib.Path) -> Any:
+    """A file that one of the processes finds damaged: all take the step before."""
+    like = {"w": start(mesh)["params"]["w"]}
+    with Checkpoints(out / "damaged") as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, like)
+        checkpoints.wait()
+        if jax.process_index() == 0:
+            # The second of the files that are listed: the second process reads it.
+            listed = (out / "damaged" / "2" / "about" / "files.sha256").read_text().splitlines()
+            path = out / "damaged" / "2" / listed[1].split("  ")[1]
+            path.write_bytes(b"?" + path.read_bytes()[1:])
+        multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step, _ = checkpoints.restore(like)
+    return {"step": step, "said": [str(warning.message) for warning in said]}
+
+
+def together(mesh: Mesh, out: pathlib.Path) -> Any:
+    """All of the above, for one start of the processes."""
+    parts = (bad_numbers, flipped, ledger_of_each, damaged)
+    return {f.__name__: f(mesh, out) for f in parts}
+
+
+def loop(mesh: Mesh, out: pathlib.Path, fault: str, limit: float) -> Any:
+    """Steps until something happens to process 1."""
+    state = start(mesh)
+    with Watchdog(limit, first=60.0) as watchdog, Preemption() as preemption:
+        for number in range(1, 100_000):
+            state, finite, _ = step(state, batch(mesh))
+            assert bool(finite)
+            if number == 5:
+                (out / f"five-{jax.process_index()}").touch()
+                if jax.process_index() == 1 and fault == "hang":
+                    time.sleep(600)
+                if jax.process_index() == 1 and fault == "exception":
+                    raise RuntimeError("of process 1 alone")
+            watchdog.tick(number)
+            if preemption.reached(number):
+                return {"stopped": number, "bits": bits(state)}
+    return None
+
+
+def reshard(mesh: Mesh, out: pathlib.Path) -> Any:
+    """Go on with whatever mesh wrote the last step, and write the next."""
+
+    def make(key: Any) -> Any:
+        params, state = FLASH.prepare({"w": jax.random.normal(key, (16, 32)), "b": jnp.ones(3)})
+        scaling = halfstep.DynamicLossScaling(2**5)
+        ledger = halfstep.Ledger().record(False)
+        return {"params": params, "flash": state, "scaling": scaling, "ledger": ledger, "key": key}
+
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(make, key)
+    params = _mesh.shard_params(shapes["params"], mesh)
+    where = {
+        **_mesh.everywhere(shapes, mesh),
+        "params": jax.tree.map(lambda leaf: leaf.sharding, params),
+        "flash": optim.state_shardings(shapes["flash"], params),
+    }
+    made = jax.jit(make, out_shardings=where)
+    with Checkpoints(out / "run", keep=9) as checkpoints:
+        last, state = checkpoints.latest() or 0, made(key)
+        if last:
+            like = jax.tree.map(
+                lambda leaf, s: jax.device_put(leaf, s), made(jax.random.key(1)), where
+            )
+            last, state = checkpoints.restore(like)
+        checkpoints.save(last + 1, state)
+    return {"spec": str(state["params"]["w"].sharding.spec), "devices": jax.device_count()}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what")
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--limit", type=float, default=60.0)
+    parser.add_argument("--fsdp", type=int, default=1)
+    parser.add_argument("--coordinator")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0)
+    options = parser.parse_args(argv)
+    with _mesh.processes(options.coordinator, options.processes, options.process):
+        mesh = _mesh.make_mesh(options.fsdp)
+        more = (options.fault, options.limit) if options.what == "loop" else ()
+        found = globals()[options.what](mesh, options.out, *more)
+        (options.out / f"{options.what}-{jax.process_index()}.json").write_text(json.dumps(found))

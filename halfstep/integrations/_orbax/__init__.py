@@ -1,0 +1,9 @@
+"""Checkpoints of a whole training state, by Orbax; see `halfstep.integrations.orbax`."""
+
+from halfstep.integrations._orbax._checkpoints import (
+    Checkpoints as Checkpoints,
+)
+from halfstep.integrations._orbax._errors import (
+    CheckpointError as CheckpointError,
+    DamagedCheckpointError as DamagedCheckpointError,
+)

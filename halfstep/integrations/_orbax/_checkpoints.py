@@ -1,0 +1,330 @@
+"""The checkpoints of one run."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from halfstep._digest import digests
+from halfstep._version import __version__
+from halfstep.integrations._orbax import _arrays, _data, _files, _folder, _processes
+from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError
+from halfstep.integrations._orbax._match import check_leaves, check_options
+from halfstep.integrations._orbax._static import static_fields, with_static_fields
+from halfstep.integrations._orbax._tree import Leaf, as_python, is_empty, leaves_of
+
+T = TypeVar("T")
+_STATE, _ABOUT = _files.STATE, _files.ABOUT
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder, written by Orbax. Use it in a `with` statement.
+
+    A state is any pytree: modules, optimizer state with its arrays in few bits, loss scaling, a
+    recipe's state, the ledger, PRNG keys. Each step also has the dtype, shape and a digest of every
+    leaf, and a hash of every file. `restore` verifies all of them, casts nothing, and passes over
+    steps that are damaged. With several processes, all of them make the same calls.
+
+    Args:
+        directory: The folder; it is made if it is not there. All processes must see it.
+        keep: How many steps are kept; older ones are deleted.
+        options: The run's options, as JSON can hold them. `restore` refuses a step that was written
+            with other ones, because the run that goes on from it would be neither run.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+        import tempfile
+        from halfstep.integrations.orbax import Checkpoints
+
+        state = {"w": jnp.arange(3.0), "ledger": halfstep.Ledger()}
+        with Checkpoints(tempfile.mkdtemp(), keep=2) as checkpoints:
+            for step in (10, 20, 30):
+                state = {**state, "ledger": state["ledger"].record(True)}
+                checkpoints.save(step, state)
+            checkpoints.wait()
+            assert checkpoints.steps() == [20, 30]
+            fresh = {"w": jnp.zeros(3), "ledger": halfstep.Ledger()}
+            step, restored = checkpoints.restore(fresh)
+        assert step == 30
+        assert restored["ledger"].applied == 3
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        options: Mapping[str, Any] | None = None,
+    ):
+        if keep < 1:
+            raise ValueError(f"`keep` must be a whole number, 1 or more; got {keep}.")
+        self._directory = epath.Path(directory).absolute()
+        self._options = None if options is None else dict(options)
+        self._last: int | None = None
+        self._passed_over: set[int] = set()
+        self._is_writer = False
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        arrays, about = ocp.PyTreeCheckpointHandler(), _files.AboutHandler()
+        # In this order: files are hashed when the arrays are all there.
+        registry.add(_STATE, ocp.args.PyTreeSave, arrays)
+        registry.add(_STATE, ocp.args.PyTreeRestore, arrays)
+        registry.add(_ABOUT, _files.SaveAbout, about)
+        registry.add(_ABOUT, _files.RestoreAbout, about)
+        settings = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        self._manager = ocp.CheckpointManager(
+            self._directory, options=settings, handler_registry=registry
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._manager.close()
+        except Exception:
+            # What went wrong first is what the user has to see.
+            if error is None:
+                raise
+
+    def steps(self) -> list[int]:
+        """The steps that are complete, oldest first. Files are not read: `restore` does that."""
+        found = (step for step in self._listed() if _files.looks_complete(self._path(step)))
+        return sorted(found)
+
+    def latest(self) -> int | None:
+        """The newest complete step, `None` if there is none."""
+        return max(self.steps(), default=None)
+
+    def wait(self) -> None:
+        """Return once the step that is being written is complete."""
+        self._manager.wait_until_finished()
+
+    def save(self, step: int, state: Any, data: _data.Iterator | None = None) -> None:
+        """Write a step. It returns as soon as the state may change or be donated.
+
+        The rest is written by a thread; the step appears in the folder at once, when all of it is
+        there. The next `save`, `wait` and the end of the `with` wait for it, and raise what went
+        wrong.
+
+        Args:
+            step: The number of steps done, larger than that of the last one saved or restored.
+            state: Any pytree. Arrays, PRNG keys, Python's numbers and texts are saved; of other
+                leaves, such as functions, only that they are there.
+            data: A data iterator whose place is saved too: Grain's, or any with `get_state` and
+                `set_state`. Each process gives its own.
+
+        Raises:
+            CheckpointError: If the folder holds steps of another run.
+        """
+        self._begin_writing(step)
+        leaves = leaves_of(state)
+        arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
+        forms = {leaf.name: _arrays.stored_form(leaf) for leaf in arrays}
+        found = dict(zip(forms, digests(list(forms.values())), strict=True))
+        self._check_processes_agree([leaf for leaf in arrays if _arrays.is_local(leaf)], found)
+        about = {leaf.name: leaf.about() for leaf in leaves}
+        for name, digest in found.items():
+            about[name]["digest"] = digest
+        manifest = {
+            "halfstep": __version__,
+            "step": step,
+            "processes": jax.process_count(),
+            "options": self._options,
+            "leaves": about,
+            "static": static_fields(state),
+        }
+        kept = {name: form for name, form in forms.items() if not is_empty(about[name])}
+        items: dict[str, Any] = {_STATE: ocp.args.PyTreeSave(kept)} if kept else {}
+        place = None if data is None else _data.state_of(data)
+        items[_ABOUT] = _files.SaveAbout(manifest, place)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self._last = step
+
+    def restore(
+        self, like: T, step: int | None = None, data: _data.Iterator | None = None
+    ) -> tuple[int, T]:
+        """Read a step and verify it.
+
+        Args:
+            like: A state of the same structure, such as the initial one, or one whose arrays are
+                `jax.ShapeDtypeStruct`, with a sharding each. Arrays come back in its dtypes and on
+                its shardings, whatever mesh and however many processes wrote them. Leaves that are
+                not stored are taken from it.
+            step: Which; without it the newest good one. Those that are damaged are passed over
+                with a warning.
+            data: The data iterator that goes where the saved one was.
+
+        Returns:
+            The step, and the state with the structure and the shardings of `like`.
+
+        Raises:
+            CheckpointError: If `like`, the options or the data iterator do not fit.
+            DamagedCheckpointError: If the step is damaged, or every step is.
+            FileNotFoundError: If there is none.
+        """
+        leaves = leaves_of(like)
+        listed = sorted(self._listed(), reverse=True)
+        if not listed:
+            raise FileNotFoundError(f"there is no step in {self._directory}.")
+        if step is not None:
+            reason, state = self._read(step, like, leaves)
+            if reason is not None:
+                others = ", ".join(str(other) for other in listed if other != step) or "none"
+                raise DamagedCheckpointError(
+                    f"step {step} in {self._directory} cannot be restored: {reason}. Leave `step` "
+                    f"out to take the newest good one; other steps there: {others}."
+                )
+            return self._go_on_from(step, state, data)
+        reasons = []
+        for candidate in listed:
+            reason, state = self._read(candidate, like, leaves)
+            if reason is None:
+                return self._go_on_from(candidate, state, data)
+            self._passed_over.add(candidate)
+            reasons.append(f"step {candidate}: {reason}")
+            if jax.process_index() == 0:
+                warnings.warn(
+                    f"step {candidate} in {self._directory} is passed over: {reason}.", stacklevel=2
+                )
+        raise DamagedCheckpointError(
+            f"no step in {self._directory} can be restored. {'; '.join(reasons)}. Start anew in "
+            "another folder, or put a copy of a good step there."
+        )
+
+    def _path(self, step: int) -> epath.Path:
+        return self._directory / str(step)
+
+    def _listed(self) -> list[int]:
+        """All folders that are named like a step, as process 0 sees them."""
+        found = _folder.numbered(self._directory)
+        said = _processes.first_says(" ".join(map(str, found)))
+        return [int(step) for step in said.split()]
+
+    def _go_on_from(self, step: int, state: T, data: _data.Iterator | None) -> tuple[int, T]:
+        if data is not None:
+            try:
+                place = _files.read_data(self._path(step))
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"step {step} in {self._directory} was saved without a data iterator. Leave "
+                    "`data` out, and say yourself where the data goes on."
+                ) from None
+            _data.set_state(data, place)
+        self._last = step
+        return step, state
+
+    def _read(self, step: int, like: Any, leaves: list[Leaf]) -> tuple[str | None, Any]:
+        """Why a step cannot be used, and otherwise what it holds."""
+        path, folder = self._path(step), str(self._directory)
+        own = _files.why_damaged(path, jax.process_index(), jax.process_count())
+        reason = _processes.agree(own)
+        if reason is not None:
+            return reason, None
+        manifest = _files.read_manifest(path)
+        about: dict[str, dict[str, Any]] = manifest["leaves"]
+        if self._options is not None:
+            check_options(self._options, manifest["options"] or {}, step, folder)
+        check_leaves(leaves, about, step, folder)
+        whole = with_static_fields(like, manifest["static"], step)
+        arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
+        forms, reason = self._read_arrays(step, arrays, about)
+        reason = _processes.agree(reason)
+        if reason is None:
+            reason = _processes.agree(_wrong_digest(forms, about))
+        if reason is not None:
+            return reason, None
+        values = [
+            _arrays.finished(leaf, forms[leaf.name])
+            if leaf.name in forms
+            else as_python(about[leaf.name])
+            if leaf.kind == "value"
+            else leaf.value
+            for leaf in leaves
+        ]
+        return None, jax.tree.unflatten(jax.tree.structure(whole), values)
+
+    def _read_arrays(
+        self, step: int, leaves: list[Leaf], about: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, Any], str | None]:
+        wanted = [leaf for leaf in leaves if not is_empty(about[leaf.name])]
+        found: dict[str, Any] = {}
+        if wanted:
+            reading = ocp.args.PyTreeRestore(
+                item={leaf.name: 0 for leaf in wanted},
+                restore_args={leaf.name: _arrays.restore_args(leaf) for leaf in wanted},
+            )
+            try:
+                args = ocp.args.Composite(**{_STATE: reading})
+                found = dict(self._manager.restore(step, args=args)[_STATE])
+            except Exception as error:
+                return {}, f"Orbax cannot read it: {error}"
+        forms = {leaf.name: found.get(leaf.name) for leaf in wanted}
+        for leaf in leaves:
+            if leaf.name not in forms:
+                forms[leaf.name] = _arrays.empty(leaf, about[leaf.name])
+        return forms, None
+
+    def _begin_writing(self, step: int) -> None:
+        if self._last is not None and step <= self._last:
+            raise CheckpointError(
+                f"steps must grow: step {step} comes after {self._last}, which was saved or "
+                "restored before it."
+            )
+        if self._is_writer:
+            return
+        after = -1 if self._last is None else self._last
+        newer = [found for found in self._listed() if found > after]
+        bad = [
+            n for n in newer if n in self._passed_over or not _files.looks_complete(self._path(n))
+        ]
+        good = sorted(set(newer) - set(bad))
+        if good:
+            raise CheckpointError(
+                f"{self._directory} holds step {good[-1]} already, from another run. Restore it "
+                "and go on from there, delete the steps after the one that was restored, or write "
+                "to another folder."
+            )
+        if jax.process_index() == 0:
+            _folder.set_aside(self._directory, bad)
+            _folder.remove_unfinished(self._directory)
+        _processes.wait_for_all("halfstep.integrations.orbax: begin writing")
+        self._manager.reload()
+        self._is_writer = True
+
+    def _check_processes_agree(self, leaves: list[Leaf], found: dict[str, str]) -> None:
+        if jax.process_count() == 1:
+            return
+        said = _processes.gather(_files.hash_text("".join(found[leaf.name] for leaf in leaves)))
+        if len(set(said)) == 1:
+            return
+        for leaf in leaves:
+            said = _processes.gather(found[leaf.name])
+            if len(set(said)) > 1:
+                raise CheckpointError(
+                    f"`{leaf.name}` is an array of each process's own, and differs between them: "
+                    f"{', '.join(said)}. Make it one array over all processes, with a sharding "
+                    "over the mesh, or leave it out of the state."
+                )
+
+
+def _wrong_digest(forms: dict[str, Any], about: dict[str, dict[str, Any]]) -> str | None:
+    for (name, form), digest in zip(forms.items(), digests(list(forms.values())), strict=True):
+        stored = about[name]
+        if [str(form.dtype), list(form.shape)] != [stored["dtype"], stored["shape"]]:
+            return f"`{name}` is {form.dtype}{list(form.shape)}, which is not what was written"
+        if digest != stored["digest"]:
+            return f"the bits of `{name}` are not those that were written"
+    return None

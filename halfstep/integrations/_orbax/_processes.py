@@ -1,0 +1,41 @@
+"""What the processes of one run tell each other."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_ROOM = 2048
+
+
+def gather(text: str) -> list[str]:
+    """What each process says, by its number. All of them call it.
+
+    Args:
+        text: It is cut after 2048 bytes.
+    """
+    if jax.process_count() == 1:
+        return [text]
+    said = text.encode()[:_ROOM]
+    room = np.zeros(_ROOM, np.uint8)
+    room[: len(said)] = np.frombuffer(said, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(room)).reshape(-1, _ROOM)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def agree(reason: str | None) -> str | None:
+    """The first reason any process has, the same on all; `None` if none has one."""
+    for process, said in enumerate(gather(reason or "")):
+        if said:
+            return said if jax.process_count() == 1 else f"{said} (process {process})"
+    return None
+
+
+def first_says(text: str) -> str:
+    """What process 0 says."""
+    return gather(text)[0]
+
+
+def wait_for_all(name: str) -> None:
+    """Return once all processes have come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,117 @@
+"""What halfstep's own nodes hold beside arrays, and what changes in a run: it is saved too.
+
+A ledger writes down the products that were taken out of 8 bits, and a recipe's state knows them:
+both in fields that are part of the compiled program and no leaves. A state that is restored into
+fresh ones would silently compute them in 8 bits again.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from halfstep._f8_scaling import SiteState
+from halfstep._ledger import Ledger
+from halfstep._recipe import Recipe
+from halfstep._scaling import AbstractLossScaling
+from halfstep.integrations._orbax._errors import CheckpointError
+
+_NODES = (AbstractLossScaling, Ledger, SiteState)
+
+
+def static_fields(tree: Any) -> dict[str, dict[str, Any]]:
+    """The fields of halfstep's nodes that are no leaves, by the node's name and theirs."""
+    found = {}
+    for name, node in _nodes(tree, ""):
+        fields = {field: _as_json(getattr(node, field)) for field in _fields(node)}
+        found[name] = {"type": type(node).__name__, **fields}
+    return found
+
+
+def with_static_fields(tree: Any, saved: dict[str, dict[str, Any]], step: int) -> Any:
+    """The tree with the saved fields in place of its own.
+
+    Raises:
+        CheckpointError: If a node is of another type or recipe than the saved one.
+    """
+    for name, node in _nodes(tree, ""):
+        about = saved.get(name)
+        kind = None if about is None else about["type"]
+        if kind != type(node).__name__:
+            stored = "has none of halfstep's types there" if kind is None else f"has a {kind}"
+            raise CheckpointError(
+                f"step {step} {stored} where `{name}` of `like` is a {type(node).__name__}. Make "
+                "`like` the way the state was made that was saved."
+            )
+    return _replaced(tree, saved, "", step)
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, _NODES)
+
+
+def _fields(node: Any) -> list[str]:
+    fields = [field for field in dataclasses.fields(node) if field.metadata.get("static", False)]
+    return [field.name for field in fields if _is_plain(getattr(node, field.name))]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str | Recipe)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return value.name
+    return [_as_json(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(_from_json(item) for item in value) if isinstance(value, list) else value
+
+
+def _children(node: Any) -> list[str]:
+    fields = [field for field in dataclasses.fields(node) if not field.metadata.get("static")]
+    return [field.name for field in fields]
+
+
+def _nodes(tree: Any, root: str) -> Iterator[tuple[str, Any]]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+    for path, node in found:
+        if _is_node(node):
+            name = f"{root}{jax.tree_util.keystr(path)}"
+            yield name or ".", node
+            for child in _children(node):
+                yield from _nodes(getattr(node, child), f"{name}.{child}")
+
+
+def _replaced(tree: Any, saved: dict[str, dict[str, Any]], root: str, step: int) -> Any:
+    def of(path: Any, node: Any) -> Any:
+        if not _is_node(node):
+            return node
+        name = f"{root}{jax.tree_util.keystr(path)}"
+        return _restored(node, saved, name, step)
+
+    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=_is_node)
+
+
+def _restored(node: Any, saved: dict[str, dict[str, Any]], name: str, step: int) -> Any:
+    about, made = saved[name or "."], object.__new__(type(node))
+    known = _fields(node)
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if isinstance(value, Recipe):
+            if about.get(field.name) != value.name:
+                raise CheckpointError(
+                    f"`{name}` of step {step} is of the recipe {about.get(field.name)!r}; `like` "
+                    f"has {value.name!r}. Make `like` with the recipe that was saved."
+                )
+        elif field.name in known and field.name in about:
+            value = _from_json(about[field.name])
+        elif field.name in _children(node):
+            value = _replaced(value, saved, f"{name}.{field.name}", step)
+        # Frozen, and its constructor takes other arguments than its fields.
+        object.__setattr__(made, field.name, value)
+    return made

@@ -1,0 +1,64 @@
+"""A machine that is taken away: all processes stop after the same step."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class Preemption:
+    """Tells all processes after which step to save and stop, once one of them gets a SIGTERM.
+
+    With several processes the step is agreed upon by JAX's coordination service: the signal may
+    reach one of them only, and they need not be at the same step. With one process it is the next
+    step. Use it in a `with` statement, in the main thread.
+
+    Example:
+        ```python
+        import halfstep
+
+        with halfstep.reliability.Preemption() as preemption:
+            for step in range(1, 4):
+                ...  # The step.
+                if preemption.reached(step):
+                    ...  # Save, wait for it, and leave.
+                    break
+        assert step == 3
+        ```
+    """
+
+    def __init__(self) -> None:
+        self._noticed = threading.Event()
+        self._before: Any = None
+        # With several processes the signal is JAX's.
+        self._is_alone = not jax.distributed.is_initialized()
+
+    def __enter__(self) -> "Preemption":
+        if self._is_alone:
+            self._before = signal.signal(signal.SIGTERM, self._notice)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_alone:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self._noticed.set()
+
+    def reached(self, step: int) -> bool:
+        """Whether this is the step to stop after. Every process asks after every step.
+
+        Args:
+            step: Its number; the next one has the next number.
+        """
+        if self._is_alone:
+            return self._noticed.is_set()
+        return multihost_utils.reached_preemption_sync_point(step)

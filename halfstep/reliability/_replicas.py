@@ -1,0 +1,156 @@
+"""Copies that must be the same: are they?
+
+What is replicated is computed on each device by itself. A bit that flips in the memory of one of
+them stays there, is finite, and raises no error: the copies drift apart, and the gradients of all
+are spoiled a little from then on.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from halfstep._digest import device_sums
+from halfstep._paths import path_string
+
+_SHOWN = 5
+
+
+class ReplicaError(RuntimeError):
+    """Copies of an array that must be the same are not."""
+
+
+def replica_check(tree: Any, *, step: int | None = None) -> None:
+    """Compare the copies of every array that is on several devices, bit by bit.
+
+    Each device sums up the bits of its own copies, and the smallest and the largest sum over the
+    copies are compared. That reads the arrays once and sends a few bytes an array. Call it every
+    hundred steps or so, on all processes. What is divided over all devices has no copies, and is
+    not checked.
+
+    Args:
+        tree: Any pytree, such as the state of a run. Leaves that are no arrays over a mesh are
+            left out.
+        step: For the message.
+
+    Raises:
+        ReplicaError: On all processes. It names the arrays and the devices that differ from most.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        kind = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=kind)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        state = jax.device_put({"w": jnp.ones(8)}, everywhere)
+        halfstep.reliability.replica_check(state, step=100)
+        ```
+    """
+    meshes: dict[Mesh, list[tuple[str, jax.Array, tuple[str, ...]]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            mesh, axes = leaf.sharding.mesh, _copied_over(leaf.sharding)
+            if axes and isinstance(mesh, Mesh):
+                meshes.setdefault(mesh, []).append((path_string(path), _plain(leaf), axes))
+    for mesh, found in meshes.items():
+        names, arrays, axes = zip(*found, strict=True)
+        bad = np.flatnonzero(np.asarray(_compiled(mesh, axes, _specs(arrays))(*arrays)))
+        if bad.size:
+            told = [_tell(mesh, names[n], arrays[n], axes[n]) for n in bad[:_SHOWN]]
+            when = "" if step is None else f" after step {step}"
+            more = f" and {bad.size - _SHOWN} more arrays" if bad.size > _SHOWN else ""
+            raise ReplicaError(
+                f"copies differ{when}: {'; '.join(told)}{more}. Go back to the last checkpoint, "
+                "leave the named devices out if it happens again, and look for host code or "
+                "random numbers that differ between processes if all devices are named."
+            )
+
+
+def _plain(leaf: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _copied_over(sharding: NamedSharding) -> tuple[str, ...]:
+    used = {
+        name
+        for part in sharding.spec
+        if part is not None
+        for name in (part if isinstance(part, tuple) else (part,))
+    }
+    sizes = sharding.mesh.shape
+    return tuple(name for name in sizes if name not in used and sizes[name] > 1)
+
+
+def _specs(arrays: Sequence[jax.Array]) -> tuple[P, ...]:
+    return tuple(a.sharding.spec for a in arrays if isinstance(a.sharding, NamedSharding))
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(
+    mesh: Mesh, axes: tuple[tuple[str, ...], ...], specs: tuple[P, ...]
+) -> Callable[..., jax.Array]:
+    """For each array whether its copies differ, on every device."""
+
+    def differ(*shards: jax.Array) -> jax.Array:
+        flags = []
+        for shard, over in zip(shards, axes, strict=True):
+            sums = device_sums(shard)
+            low, high = jax.lax.pmin(sums, over), jax.lax.pmax(sums, over)
+            flags.append(jnp.any(low != high).astype(jnp.int32))
+        # Of an array that is also divided, any part may be the bad one.
+        return jax.lax.pmax(jnp.stack(flags), tuple(mesh.axis_names))
+
+    mapped = jax.shard_map(differ, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    return jax.jit(mapped)
+
+
+def _tell(mesh: Mesh, name: str, array: jax.Array, axes: tuple[str, ...]) -> str:
+    """Which device has another copy than most of those that should have the same."""
+
+    def sums(shard: jax.Array) -> jax.Array:
+        return device_sums(shard).reshape((1,) * len(mesh.axis_names) + (2,))
+
+    mapped = jax.shard_map(
+        sums, mesh=mesh, in_specs=_specs([array]), out_specs=P(*mesh.axis_names), check_vma=False
+    )
+    found = multihost_utils.process_allgather(jax.jit(mapped)(array), tiled=True)
+    numbers = np.asarray(found, np.uint64)
+    digests = numbers[..., 0] << np.uint64(32) | numbers[..., 1]
+    order = list(mesh.axis_names)
+    last = [order.index(axis) for axis in axes]
+    copies = np.moveaxis(digests, last, range(-len(last), 0))
+    groups = copies.reshape(*copies.shape[: copies.ndim - len(last)], -1)
+    odd = []
+    for place in np.ndindex(groups.shape[:-1]):
+        values, counts = np.unique(groups[place], return_counts=True)
+        if len(values) > 1:
+            usual = values[np.argmax(counts)] if counts.max() > 1 else None
+            odd += [d for d in _devices_of(mesh, last, place) if digests[d] != usual]
+    where = ", ".join(_name(mesh, place) for place in odd[:_SHOWN])
+    more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+    return f"`{name}` on {where}{more}"
+
+
+def _devices_of(mesh: Mesh, last: Sequence[int], place: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The places in the mesh of one group of copies."""
+    rest = iter(place)
+    index = [slice(None) if axis in last else next(rest) for axis in range(mesh.devices.ndim)]
+    inside = np.arange(mesh.devices.size).reshape(mesh.devices.shape)[tuple(index)]
+    found = np.unravel_index(np.ravel(inside), mesh.devices.shape)
+    return [tuple(int(n) for n in row) for row in zip(*found, strict=True)]
+
+
+def _name(mesh: Mesh, place: tuple[int, ...]) -> str:
+    device = mesh.devices[place]
+    axes = ", ".join(f"{name}={n}" for name, n in zip(mesh.axis_names, place, strict=True))
+    return f"device {device.id} of process {device.process_index} ({axes})"
