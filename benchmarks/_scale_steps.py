@@ -216,20 +216,29 @@ def _flash(model: Model, policy: str) -> Made:
 def _released(model: Model, policy: str) -> Made:
     """The same, each layer updated as soon as its gradient is there."""
     parts = model.functions()
-    inner = halfstep.autocast(parts["layer"], policy)
-    step = optim.release(
-        # An autocast layer returns float32 also for bfloat16.
-        lambda params, x, outer, ids: inner(params, x, outer, ids).astype(x.dtype),
+    layer, last = (halfstep.autocast(parts[name], policy) for name in ("layer", "last"))
+    # Between layers activations are bfloat16. Autocast rewrites what is written in float32, and
+    # leaves products of bfloat16 activations as they are.
+    released = optim.release(
+        lambda params, x, outer, ids: layer(params, _wide(x), outer, ids).astype(x.dtype),
         optim.flash_adamw(RATE),
         first=parts["first"],
-        last=halfstep.autocast(parts["last"], policy),
+        last=lambda outer, x, ids: last(outer, _wide(x), ids),
     )
-    shapes, state = prepared(step.prepare, model.params)
+
+    def step(params: Any, opt_state: Any, ids: Any) -> Any:
+        return released(params, opt_state, ids)
+
+    shapes, state = prepared(released.prepare, model.params)
     params = placed(shapes, model.mesh)
     placed_state = optim.ReleaseState(
         outer=beside(state.outer, params["outer"]), layers=beside(state.layers, params["layers"])
     )
-    return lambda *args: step(*args), (params, placed_state, model.batch)
+    return step, (params, placed_state, model.batch)
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.float32)
 
 
 RECIPES: Mapping[str, Callable[[Model], Made]] = MappingProxyType(
