@@ -29,6 +29,7 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._report import parser, report, table
 from benchmarks._scale_steps import ALL, DONATED, GROUPS, RECIPES, Size, model
+from benchmarks._scale_tables import sent
 from halfstep._preflight import ACCELERATORS
 from halfstep._preflight._errors import RefusedError
 from halfstep._preflight._targets import parse_target
@@ -37,9 +38,7 @@ MODULE = "benchmarks.scale"
 PACKAGES = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu")
 Gemm = Literal["auto", "library"]
 
-SMALL = Size(
-    "1.1 B", layers=19, width=2048, hidden=5632, vocabulary=32000, tokens=2048, examples=2
-)
+SMALL = Size("1.1 B", layers=19, width=2048, hidden=5632, vocabulary=32000, tokens=2048, examples=2)
 LARGE = Size("7 B", layers=32, width=4096, hidden=11008, vocabulary=32000, tokens=2048, examples=2)
 TINY = Size("tiny", layers=2, width=256, hidden=512, vocabulary=256, tokens=128, examples=1)
 
@@ -147,16 +146,6 @@ def processor_seconds() -> float:
     """Of all compilers so far. Other work on the machine does not count, as it would in a time."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def sent(row: Mapping[str, Any]) -> int | None:
-    """Bytes that a device sends in a step, if each collective is a ring over many devices.
-
-    An all-gather and a reduce-scatter send their payload once, an all-reduce twice: it is both.
-    """
-    if row.get("collectives") is None:
-        return None
-    return sum(c["bytes"] * (2 if c["kind"] == "all-reduce" else 1) for c in row["collectives"])
 
 
 def is_chosen(job: Job, only: Sequence[str]) -> bool:
