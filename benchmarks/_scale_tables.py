@@ -231,7 +231,8 @@ def text(made: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             f"{about}. {' or '.join(f'{n:,}' for n in each)} tokens on each device.",
-            f"**Memory**, the peak in MiB on each device. {fitting}.",
+            f"**Memory**, the peak in MiB on each device. {fitting}. What an empty cell would have "
+            "was not compiled.",
             pivot(rows, peak),
             "**Of it divided over the devices**, parameters and optimizer state in MiB:",
             pivot(rows, lambda row: mebibytes(divided(row))),
@@ -244,12 +245,13 @@ def text(made: Mapping[str, Any]) -> str:
             "is left out, but counted in the last column:",
             wires([row for row in rows if row["model"] == first]),
             "**Where it stops**, by arithmetic: `compute` is all products at the data sheet's "
-            f"rate, `wire` what is sent at {LINK / 1e9:.0f} GB/s. That is a host of {PORTS} GPUs "
-            f"with {PORTS} ports of {PORT * 8 / 1e9:.0f} Gbit/s, which bring what its GPUs "
-            "gather once for all of them. What is computed grows with the tokens on a device and what is sent "
-            "does not: from some number of tokens on the wire can be hidden behind the products, "
-            "and so many devices can share a batch. A message is what a device passes on at a time "
-            "in a ring over all that share a collective:",
+            "rate, those of float32 as TF32, and `wire` what is sent at "
+            f"{LINK / 1e9:.0f} GB/s. That is a host of {PORTS} GPUs with {PORTS} ports of "
+            f"{PORT * 8 / 1e9:.0f} Gbit/s, which bring once for all what its GPUs gather. What is "
+            "computed grows with the tokens on a device and what is sent does not: from some "
+            "number of tokens on the wire can be hidden behind the products, and so many devices "
+            "can share a batch. A message is what a device passes on at a time in a ring over all "
+            "that share a collective:",
             limits(full, sizes),
             "**To compile** took seconds of a processor:",
             pivot(rows, seconds),

@@ -77,17 +77,15 @@ class Runs:
 
 
 GPUS = ("h100:8", "h100:32x8", "h100:1024x8")
-BETWEEN = ("h100:8x8", "h100:128x8")
 TPUS = ("v5e:16x16", "v5p:16x16x16")
-FULL = (
-    Runs(SMALL, GPUS),
-    Runs(LARGE, GPUS),
-    Runs(SMALL, ("h100:1024x8",), GROUPS),
-    Runs(LARGE, ("h100:1024x8",), GROUPS),
-    Runs(SMALL, TPUS),
-    Runs(SMALL, BETWEEN),
-    Runs(LARGE, TPUS),
-    Runs(LARGE, BETWEEN),
+FULL = tuple(
+    runs
+    for size in (SMALL, LARGE)
+    for runs in (
+        Runs(size, GPUS),
+        Runs(size, GPUS[-1:], GROUPS),
+        Runs(size, TPUS),
+    )
 )
 QUICK = (
     Runs(TINY, ("h100:2",), recipes=("f32", "f8, flash")),
