@@ -1,5 +1,6 @@
 """The shape of a LLaMA, as a stack of layers for `optim.release`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,6 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Params = dict[str, Any]
+Pin = Callable[[Array], Array]
+"""Says where activations lie: over many devices, what every product and sum returns."""
+
+
+def anywhere(x: Array) -> Array:
+    """One device: there is nothing to say."""
+    return x
 
 
 def shapes(*, layers: int, width: int, hidden: int, vocabulary: int) -> Params:
@@ -39,22 +47,31 @@ def shapes(*, layers: int, width: int, hidden: int, vocabulary: int) -> Params:
     }
 
 
-def first(outer: Params, ids: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens width"]:
-    return outer["embed"][ids[:, :-1]]
+def first(
+    outer: Params, ids: Int[Array, "batch tokens"], *, pin: Pin = anywhere
+) -> Float[Array, "batch tokens width"]:
+    return pin(outer["embed"][ids[:, :-1]])
 
 
 def layer(
-    params: Params, x: Float[Array, "batch tokens width"], outer: Params, ids: Any
+    params: Params,
+    x: Float[Array, "batch tokens width"],
+    outer: Params,
+    ids: Any,
+    *,
+    pin: Pin = anywhere,
 ) -> Float[Array, "batch tokens width"]:
     del outer, ids
-    x = x + _attend(params, _normalize(params["attention_norm"], x))
+    x = x + _attend(params, _normalize(params["attention_norm"], x), pin)
     wide = _normalize(params["mlp_norm"], x)
-    hidden = jax.nn.silu(wide @ params["gate"]) * (wide @ params["up"])
-    return x + hidden @ params["down"]
+    hidden = jax.nn.silu(pin(wide @ params["gate"])) * pin(wide @ params["up"])
+    return pin(x + pin(hidden @ params["down"]))
 
 
-def last(outer: Params, x: Any, ids: Int[Array, "batch tokens"]) -> Float[Array, ""]:
-    scores = (_normalize(outer["norm"], x) @ outer["head"].T).astype(jnp.float32)
+def last(
+    outer: Params, x: Any, ids: Int[Array, "batch tokens"], *, pin: Pin = anywhere
+) -> Float[Array, ""]:
+    scores = pin(_normalize(outer["norm"], x) @ outer["head"].T).astype(jnp.float32)
     at = jnp.take_along_axis(scores, ids[:, 1:, None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - at)
 
@@ -65,14 +82,14 @@ def _normalize(scale: Array, x: Array) -> Array:
     return (wide * scale).astype(x.dtype)
 
 
-def _attend(params: Params, x: Array, size: int = 128) -> Array:
+def _attend(params: Params, x: Array, pin: Pin, size: int = 128) -> Array:
     batch, tokens, width = x.shape
     query, key, value = (
-        (x @ params[name]).reshape(batch, tokens, width // size, size)
+        pin(x @ params[name]).reshape(batch, tokens, width // size, size)
         for name in ("query", "key", "value")
     )
     mixed = jax.nn.dot_product_attention(_turned(query), _turned(key), value, is_causal=True)
-    return mixed.reshape(x.shape) @ params["out"]
+    return pin(mixed.reshape(x.shape) @ params["out"])
 
 
 def _turned(x: Array) -> Array:

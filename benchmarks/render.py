@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
 from benchmarks._report import RESULTS, table
+from benchmarks._scale_tables import text as scale_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
@@ -453,6 +454,10 @@ def fp8(result: dict[str, Any]) -> str:
     return f8_text(result)
 
 
+def scale(result: dict[str, Any]) -> str:
+    return scale_text(result)
+
+
 def debug(result: dict[str, Any]) -> str:
     columns = {
         "model": "model",
@@ -529,6 +534,7 @@ RENDERERS = (
     fp8,
     debug,
     bisect,
+    scale,
 )
 
 

@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep import autocast
 from tests._jaxprs import contractions, equations
-from tests._rows import slow_unless
 from tests.autocast._shared import W, X, compute, every_format
-from tests.preflight._compilers import need, own_cache as own_cache
 
 
 def loss(w: Any, x: Any) -> Any:
@@ -102,55 +99,3 @@ def test_a_convolution(policy: str):
         right = transform(jax.grad(func))(kernel, x)
         error = np.linalg.norm(got - right) / np.linalg.norm(right)
         assert error <= 8 * halfstep.FORMATS[policy].eps / 2
-
-
-# What crosses the wires of four H100s.
-
-
-def sharded(mesh: AbstractMesh, *, fsdp: bool, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A step of two layers; parameters whole on every device, or in four parts."""
-
-    def array(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-
-    spec = P("data") if fsdp else P()
-    params = {"up": array(512, 2048, spec=spec), "down": array(2048, 512, spec=spec)}
-
-    def objective(params: Any, x: Any) -> Any:
-        return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"]) ** 2)
-
-    def step(params: Any, x: Any) -> Any:
-        grads = jax.grad(autocast(objective, **options))(params, x)
-        return jax.tree.map(
-            lambda p, g: jax.lax.with_sharding_constraint(p - 0.1 * g, NamedSharding(mesh, spec)),
-            params,
-            grads,
-        )
-
-    return step, (params, array(1024, 512, spec=P("data")))
-
-
-CASES = [
-    ({"policy": "bf16"}, "bfloat16"),
-    ({"policy": "bf16", "reduce_dtype": "f32"}, "float32"),
-    ({"policy": "f16"}, "float32"),
-    ({"policy": "f16", "reduce_dtype": "f16"}, "float16"),
-]
-EVERYWHERE = [(fsdp, *case) for case in CASES for fsdp in (False, True)]
-
-
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(
-    ("fsdp", "options", "dtype"),
-    # A compile takes seconds: on every change each format in one of the two.
-    slow_unless(EVERYWHERE, lambda fsdp, options, _: fsdp == ("reduce_dtype" not in options)),
-    ids=str,
-)
-def test_over_four_devices(fsdp: bool, options: dict[str, Any], dtype: str):
-    need("cuda")
-    step, args = sharded(AbstractMesh((4,), ("data",)), fsdp=fsdp, **options)
-    (entry,) = halfstep.preflight(
-        step, args, targets="h100:1x4", donate_argnums=0, gemm="library", progress=False
-    ).entries
-    sums = [c for c in entry.collectives or () if c.kind in ("all-reduce", "reduce-scatter")]
-    assert {c.dtype for c in sums} == {dtype}
