@@ -1,0 +1,37 @@
+"""What the tests of checkpoints share: equal to the bit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import halfstep
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if isinstance(a, jax.Array | np.ndarray | np.generic):
+        same = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
+        return same and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return type(a) is type(b) and a == b
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    assert [n for n, (a, b) in enumerate(pairs) if not same_bits(a, b)] == []
+
+
+def recipes_state() -> Any:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ params["w"]))
+
+    params, x = {"w": jnp.ones((16, 16))}, jnp.ones((4, 16))
+    key = jax.random.key(0)
+    return {
+        name: recipe.init(loss, params, x, key=key if recipe.is_random else None)
+        for name, recipe in halfstep.RECIPES.items()
+        if recipe.needs_state
+    }
