@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import halfstep
 from examples import _mesh
-from halfstep import optim
+from halfstep import debug, optim
 from halfstep.integrations.orbax import Checkpoints
 from halfstep.reliability import Preemption, ReplicaError, Watchdog, replica_check
 
@@ -133,9 +133,23 @@ def damaged(mesh: Mesh, out: pathlib.Path) -> Any:
     return {"step": step, "said": [str(warning.message) for warning in said]}
 
 
+def recorded(mesh: Mesh, out: pathlib.Path) -> Any:
+    """A recorded step, of which the second has a bad number in the batch of one process."""
+    recorder = debug.record(step)
+    run, state = jax.jit(recorder), start(mesh)
+    log = recorder.init(state, batch(mesh))
+    verdicts = []
+    for bad in (None, np.nan):
+        log, (state, finite, _) = run(log, state, batch(mesh, bad))
+        verdicts.append(bool(finite))
+    report = log.report()
+    found = None if report.found is None else str(report.found)
+    return {"verdicts": verdicts, "bits": bits(log), "found": found, "step": report.step}
+
+
 def together(mesh: Mesh, out: pathlib.Path) -> Any:
     """All of the above, for one start of the processes."""
-    parts = (bad_numbers, flipped, ledger_of_each, damaged)
+    parts = (bad_numbers, recorded, flipped, ledger_of_each, damaged)
     return {f.__name__: f(mesh, out) for f in parts}
 
 

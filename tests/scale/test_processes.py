@@ -27,6 +27,11 @@ def test_what_one_process_has_all_know(tmp_path: pathlib.Path):
         assert first["bad_numbers"][bad]["scale"] == 0.5
     assert first["bad_numbers"]["None"]["finite"]
     assert first["bad_numbers"]["None"]["scale"] == 1
+    # Their logs are the same, bit by bit, and say what the verdict says.
+    assert first["recorded"] == second["recorded"]
+    assert first["recorded"]["verdicts"] == [True, False]
+    assert first["recorded"]["step"] == 1
+    assert first["recorded"]["found"].startswith("NaN in the argument x, f32[2,4]")
     # A flipped bit after step 3, copies compared every 2 steps.
     assert first["flipped"] == second["flipped"]
     assert first["flipped"]["step"] == 4
