@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
+from benchmarks._hardening import fuzz_text, soak_text
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
@@ -518,6 +519,14 @@ def bisect(result: dict[str, Any]) -> str:
     )
 
 
+def soak(result: dict[str, Any]) -> str:
+    return soak_text(result)
+
+
+def fuzz(result: dict[str, Any]) -> str:
+    return fuzz_text(result)
+
+
 RENDERERS = (
     overhead,
     fashion_mnist,
@@ -534,6 +543,8 @@ RENDERERS = (
     fp8,
     debug,
     bisect,
+    soak,
+    fuzz,
     scale,
 )
 

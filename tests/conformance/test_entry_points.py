@@ -1,0 +1,107 @@
+"""Every kind of leaf beside the parameters, through everything that traces a function."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import halfstep
+from halfstep import debug
+from tests.conformance._leaves import ROWS
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+
+
+def _params(leaf: Any = None) -> dict[str, Any]:
+    return {"w": jnp.linspace(0, 1, 8).reshape(4, 2), "other": leaf}
+
+
+def _loss(params: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+
+def _autocast(params: Any) -> Any:
+    return halfstep.autocast(_loss, "bf16")(params, X)
+
+
+def _gradient(params: Any) -> Any:
+    value, _, finite, grads = halfstep.filter_value_and_grad(
+        _loss, halfstep.DynamicLossScaling(2.0**4), policy="f16"
+    )(params, X)
+    return value, finite.finite, grads["w"]
+
+
+def _explain(params: Any) -> Any:
+    report = halfstep.explain(_loss, "bf16")(params, X)
+    return [(entry.name, entry.ins, entry.outs, entry.reason) for entry in report.operations]
+
+
+def _first_nonfinite(params: Any) -> Any:
+    assert debug.first_nonfinite(_loss, params, X) is None
+    found = debug.first_nonfinite(_loss, params, X * np.float32(np.nan))
+    assert found is not None
+    return str(found)
+
+
+def _record(params: Any) -> Any:
+    def step(params: Any, x: Any) -> Any:
+        return {**params, "w": params["w"] - _loss(params, x)}
+
+    recorder = debug.record(step, sites=lambda site: site.op in ("tanh", "sub"))
+    log, made = recorder(recorder.init(params, X), params, X)
+    other = params["other"]
+    # As `jax.jit` has it: float64 of NumPy's is float32 unless the user wants it.
+    is_array = isinstance(other, np.ndarray) and other.dtype == np.float64
+    _assert_same(made["other"], other.astype(np.float32) if is_array else other)
+    return np.asarray(log.rows), made["w"]
+
+
+def _update(params: Any) -> Any:
+    optimizer, trained = optax.sgd(0.1), {"w": params["w"]}
+    grads = {"w": jnp.ones((4, 2))}
+    state = optimizer.init(trained)
+    new, _ = halfstep.optimizer_update(trained, optimizer, state, grads, jnp.asarray(True))
+    made = halfstep.select_tree(jnp.asarray(False), {**params, **new}, params)
+    _assert_same(made["other"], params["other"])
+    return new["w"], made["w"]
+
+
+def _assert_same(got: Any, given: Any) -> None:
+    if isinstance(given, jax.Array | np.ndarray | np.generic):
+        assert got.dtype == given.dtype
+        if jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
+            got, given = jax.random.key_data(got), jax.random.key_data(given)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(given))
+    else:
+        assert got is given or got == given
+
+
+ENTRY_POINTS = {
+    "autocast": _autocast,
+    "gradient": _gradient,
+    "explain": _explain,
+    "first_nonfinite": _first_nonfinite,
+    "record": _record,
+    "update": _update,
+}
+# What has no value cannot be run with.
+NEEDS_VALUES = tuple(name for name in ENTRY_POINTS if name != "explain")
+
+
+@pytest.fixture(scope="module")
+def without():
+    """What each gives without such a leaf."""
+    return {name: entry(_params()) for name, entry in ENTRY_POINTS.items()}
+
+
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_leaf_that_is_not_used_changes_nothing(name: str, entry: str, without: dict[str, Any]):
+    if name == "abstract" and entry in NEEDS_VALUES:
+        pytest.skip("has no value")
+    found = ENTRY_POINTS[entry](_params(ROWS[name].make()))
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(without[entry]), strict=True):
+        np.testing.assert_array_equal(got, expected)
