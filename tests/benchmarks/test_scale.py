@@ -17,7 +17,8 @@ RESULT = json.loads((render.RESULTS / "scale.json").read_text())
 ROWS: list[dict[str, Any]] = [row for row in RESULT["rows"] if row.get("collectives") is not None]
 JOBS = [job for runs in scale.FULL for job in runs.jobs()]
 F32, BF16, F8, RELEASE = scale.RECIPES
-ITEM = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
+# XLA:TPU packs four 8-bit elements into an integer.
+ITEM = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint32": 1}
 
 
 def elements(row: dict[str, Any], *kinds: str) -> float:
