@@ -32,12 +32,12 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(9, 6.8), layout="constrained")
     panels = figure.subplots(2, len(models), squeeze=False, sharex=True, sharey="row")
+    counts = sorted({row["devices"] for row in rows})
     for column, model in enumerate(models):
         mine = [row for row in rows if row["model"] == model]
         draw(panels[0, column], mine, lambda row: row["peak_bytes"])
         draw(panels[1, column], mine, sent)
-        counts = sorted({row["devices"] for row in mine})
-        panels[1, column].set_xticks(counts, [f"{count:,}" for count in counts])
+        panels[1, column].set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
         panels[1, column].minorticks_off()
         panels[1, column].set_xlabel("devices")
         panels[0, column].set_title(f"{model} parameters")
@@ -71,6 +71,7 @@ def draw(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None]) 
                 linestyle="none",
                 marker=mark,
                 markersize=8,
+                zorder=5,
                 markerfacecolor="none",
                 markeredgewidth=1.6,
                 color=style["color"],
