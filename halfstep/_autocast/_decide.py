@@ -87,7 +87,11 @@ def _contraction(
     make: Any,
     chosen: str,
 ) -> Decision:
-    lowers = all(is_subject(graph.aval(operand), settings.compute) for operand in node.ins[:2])
+    avals = [graph.aval(operand) for operand in node.ins[:2]]
+    ours = [is_subject(aval, settings.compute) for aval in avals]
+    # Data that comes in the compute dtype meets weights in float32.
+    low = [getattr(aval, "dtype", None) == settings.compute for aval in avals]
+    lowers = any(ours) and all(one or other for one, other in zip(ours, low, strict=True))
     if rule in (Rule.WIDEST, Rule.FOLLOW):
         rule = Rule.COMPUTE if _met(kinds) is Kind.LOW else Rule.FLOAT32
     asks = _asks_for_precision(node) or Kind.KEPT in kinds[:2]

@@ -9,7 +9,7 @@ import pytest
 
 import halfstep
 from halfstep import optim
-from tests._jaxprs import equations
+from tests._jaxprs import contractions, equations
 
 KEY = jax.random.key(0)
 
@@ -112,3 +112,18 @@ def test_a_function_that_is_given_nothing_else_is_written_for_it():
     # Parameters alone say nothing of what it is written for.
     alone = halfstep.autocast(lambda w, i: jnp.sum(w[i]), "bf16")
     assert alone(half, jnp.arange(3)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f8"])
+def test_data_in_the_compute_dtype_meets_weights_in_float32(policy):
+    w = jnp.full((32, 16), 1 / 3, jnp.float32)
+    x = jnp.full((16, 32), 1 / 3, jnp.bfloat16)
+
+    def product(w, x):
+        return x @ w
+
+    with jax.numpy_dtype_promotion("standard"):
+        low = jax.jit(halfstep.autocast(product, policy))(w, x)
+        found = contractions(halfstep.autocast(product, policy), w, x)
+    assert low.dtype == jnp.float32
+    assert found == ["bfloat16" if policy == "bf16" else "float8_e4m3fn"]
