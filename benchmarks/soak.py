@@ -55,9 +55,7 @@ def counts(folder: pathlib.Path, compiles: Compiles) -> dict[str, int]:
     """What there is now."""
     own = pathlib.Path("/proc/self")
     pages = int((own / "statm").read_text().split()[1])
-    children = sum(
-        len((task / "children").read_text().split()) for task in (own / "task").iterdir()
-    )
+    children = sum(_children(task) for task in (own / "task").iterdir())
     return {
         "memory": pages * os.sysconf("SC_PAGE_SIZE"),
         "open files": len(os.listdir(own / "fd")),
@@ -67,6 +65,14 @@ def counts(folder: pathlib.Path, compiles: Compiles) -> dict[str, int]:
         "compiled programs": compiles.count,
         "live arrays": len(jax.live_arrays()),
     }
+
+
+def _children(task: pathlib.Path) -> int:
+    try:
+        return len((task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        # A thread that has ended since it was listed.
+        return 0
 
 
 def step(state: Any, ids: jax.Array, factor: jax.Array) -> Any:

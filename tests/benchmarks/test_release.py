@@ -32,7 +32,8 @@ ONE = (release.Runs(release.SMALL, "h100", 1, 16, (release.RELEASED,)),)
 
 
 @pytest.mark.usefixtures("standard_promotion", "own_cache")
-@pytest.mark.parametrize("plan", [ONE, pytest.param(release.QUICK, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [ONE, release.QUICK])
 def test_the_command(plan, tmp_path, capsys: pytest.CaptureFixture, monkeypatch):
     need("cuda")
     need("tpu")

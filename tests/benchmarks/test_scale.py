@@ -158,7 +158,8 @@ ONE = (scale.Runs(scale.TINY, ("h100:2",), recipes=(F32,)),)
 
 
 @pytest.mark.usefixtures("standard_promotion", "own_cache")
-@pytest.mark.parametrize("plan", [ONE, pytest.param(scale.QUICK, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [ONE, scale.QUICK])
 def test_the_command(
     plan: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture, monkeypatch: Any
 ):

@@ -100,6 +100,7 @@ def losses(trainer: _runs.Trainer, seed: int) -> np.ndarray:
     return trainer.run(seed, tqdm(disable=True))["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_is_decided_by_its_seed_and_differs_by_precision():
     task = small()

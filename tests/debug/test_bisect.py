@@ -11,6 +11,7 @@ import pytest
 import halfstep
 from halfstep import Policy, debug
 from halfstep.debug._search import smallest
+from tests._rows import slow_unless
 
 ALL_LOW = "f16,op:*=compute"
 SCOPES = 64
@@ -37,7 +38,8 @@ def _batches(count=2, scopes=SCOPES):
 
 
 @pytest.mark.parametrize(
-    "sensitive", [(17,), pytest.param((3, 60), marks=pytest.mark.slow), (0, 31, 63)]
+    "sensitive",
+    slow_unless([((17,),), ((3, 60),), ((0, 31, 63),)], lambda chosen: len(chosen) == 1),
 )
 def test_planted_scopes(sensitive):
     found = debug.bisect(

@@ -25,7 +25,7 @@ LEAST = {
 
 
 # One recipe in three frameworks, and one with blocks; all others are for before a release.
-FAST = (("equinox", "f8"), ("linen", "mxfp8"))
+FAST = (("equinox", "f8"),)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ def peak(model: release.Model, target: str, step: str) -> float:
     return release.compile_row(release.Runs(model, target, 1, 16, ()), step)["bytes_per_parameter"]
 
 
-@pytest.mark.parametrize(("target", "platform"), [GPU, pytest.param(*TPU, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "platform"), [GPU, TPU])
 def test_it_takes_less(target: str, platform: str):
     need(platform)
     # A TPU keeps the gradients of a smaller model in its memory on the chip, which does not count.

@@ -190,6 +190,7 @@ def test_a_tpu_step_that_does_not_fit():
         report.require_fit()
 
 
+@pytest.mark.slow
 def test_a_gpu_step_that_does_not_fit_and_the_largest_batch_that_does():
     need("cuda")
 

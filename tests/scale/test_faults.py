@@ -8,7 +8,7 @@ from benchmarks import faults as benchmark
 from benchmarks._killing import Case, compare, random_faults
 
 # How many faults in which case; four processes take longer to start than two.
-QUICK = {Case("fsdp", "f16", 2): 6, Case("dp", "flash", 4): 2}
+QUICK = {Case("fsdp", "f16", 2): 8}
 CASES = [
     pytest.param(case, faults, marks=marks)
     for chosen, marks in ((QUICK, ()), (dict.fromkeys(benchmark.CASES, 4), pytest.mark.slow))
