@@ -7,6 +7,7 @@ which is the same after it has been written and read again, or an error of the k
 documented: anything else is a crash, and the exit status is 1. Needs the group `fuzz`.
 """
 
+import importlib
 import os
 import pathlib
 import re
@@ -79,7 +80,8 @@ TARGETS: dict[str, Callable[[str], None]] = {"policy": _policy, "rule": _rule, "
 
 
 def _child(target: str, arguments: Sequence[str]) -> None:
-    import atheris  # pyright: ignore[reportMissingImports]
+    # Its types are not known to everyone: it is installed for this alone.
+    atheris: Any = importlib.import_module("atheris")
 
     with atheris.instrument_imports(include=["halfstep._policy", "halfstep._rules"]):
         import halfstep._policy  # noqa: F401

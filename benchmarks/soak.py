@@ -45,9 +45,10 @@ class Compiles:
 
     def __init__(self) -> None:
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        listener: Any = self._heard
+        jax.monitoring.register_event_duration_secs_listener(listener)
 
-    def _heard(self, event: str, seconds: float, **_: Any) -> None:
+    def _heard(self, event: str, seconds: float, **_: str | int) -> None:
         self.count += event.endswith("backend_compile_duration")
 
 
@@ -99,7 +100,7 @@ def soak(seconds: float) -> list[dict[str, int]]:
     state = {
         "params": params,
         "optimizer": optax.adamw(1e-3).init(params),
-        "scaling": halfstep.DynamicLossScaling(2.0**10, period=50),
+        "scaling": halfstep.DynamicLossScaling(2.0**10, period=20),
         "ledger": halfstep.Ledger(limit=50),
     }
     ids = np.random.default_rng(0).integers(0, SIZES["vocabulary"], (64, 4, SIZES["tokens"] + 1))
@@ -129,7 +130,9 @@ def soak(seconds: float) -> list[dict[str, int]]:
                 replica_check(state, step=number)
             watchdog.tick(number)
             if number % EVERY == 0:
+                # What still waits to be written or read is not a leak.
                 checkpoints.wait()
+                live.flush()
                 found.append({"step": number, **counts(pathlib.Path(name), compiles)})
                 bar.update(int(time.monotonic() - begin) - bar.n)
     return found
