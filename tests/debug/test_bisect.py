@@ -53,6 +53,7 @@ def test_planted_scopes(sensitive):
     assert found.policy.rules[-1] == halfstep.PrecisionRule.parse("op:*=compute")
 
 
+@pytest.mark.slow
 def test_operations_in_them(tmp_path):
     loss, batches = _planted((3, 10)), _batches(scopes=12)
     found = debug.bisect(loss, batches, ALL_LOW, tolerance=0.05, progress=False)
