@@ -254,7 +254,6 @@ def test_names_in_files(tmp_path):
         ("keep = [1]", r"written keep = .*; got \[1\]"),
         ('compute = "f17"', "policy.toml: .*f17"),
         ('rules = ["op:exp"]', "policy.toml: a rule is a text such as"),
-        ('mode = "input"', "policy.toml: `mode` is 'autocast' or 'inputs'"),
         ('recipe = "f9"', "policy.toml: .*f9"),
     ],
 )
