@@ -182,10 +182,7 @@ Made = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step and its arguments: parameters, optimizer state, batch."""
 
 
-def _plain(model: Model, policy: str) -> Made:
-    """AdamW of Optax; parameters and state in float32."""
-    optimizer = optax.adamw(RATE)
-
+def _step(model: Model, policy: str, optimizer: Any) -> Callable[..., Any]:
     def step(params: Any, opt_state: Any, ids: Any) -> Any:
         loss, _, finite, grads = halfstep.filter_value_and_grad(
             model.loss, policy=policy, check_finite=True
@@ -193,24 +190,22 @@ def _plain(model: Model, policy: str) -> Made:
         params, opt_state = halfstep.optimizer_update(params, optimizer, opt_state, grads, finite)
         return params, opt_state, loss
 
+    return step
+
+
+def _plain(model: Model, policy: str) -> Made:
+    """AdamW of Optax; parameters and state in float32."""
+    optimizer = optax.adamw(RATE)
     state = beside(jax.eval_shape(optimizer.init, model.params), model.params)
-    return step, (model.params, state, model.batch)
+    return _step(model, policy, optimizer), (model.params, state, model.batch)
 
 
 def _flash(model: Model, policy: str) -> Made:
     """AdamW in 5 bytes a parameter."""
     optimizer = optim.flash_adamw(RATE)
-
-    def step(params: Any, opt_state: Any, ids: Any) -> Any:
-        loss, _, finite, grads = halfstep.filter_value_and_grad(
-            model.loss, policy=policy, check_finite=True
-        )(params, ids)
-        params, opt_state = halfstep.optimizer_update(params, optimizer, opt_state, grads, finite)
-        return params, opt_state, loss
-
     shapes, state = prepared(optimizer.prepare, model.params)
     params = placed(shapes, model.mesh)
-    return step, (params, beside(state, params), model.batch)
+    return _step(model, policy, optimizer), (params, beside(state, params), model.batch)
 
 
 def _released(model: Model, policy: str) -> Made:

@@ -103,11 +103,12 @@ def bisect(
                 raise ValueError(
                     _impossible(trials.error(_with(policy, units, outcome)), tolerance)
                 )
-            units = _promising(units, operations, func, batches[0], policy)
+            added = _added(func, batches[0], policy)
+            units = _promising(units, added)
             found = smallest(units, is_enough)
             finer = inside(found, operations)
             if refine and finer != found and is_enough(finer):
-                units = _promising(finer, operations, func, batches[0], policy)
+                units = _promising(finer, added)
                 found = smallest(units, is_enough)
         error = trials.error(_with(policy, found, outcome))
     return Bisection(
@@ -138,21 +139,23 @@ def _with(policy: Policy, rules: Sequence[PrecisionRule], outcome: Outcome) -> P
     return policy.replace(rules=(PrecisionRule(outcome, where=concerned), *policy.rules))
 
 
+def _added(
+    func: Callable[..., Any], args: Sequence[Any], policy: Policy
+) -> list[tuple[Operation, float]]:
+    """The operations that add error, and how much."""
+    if policy.recipe is not None and policy.recipe.needs_state:
+        return []
+    report = compare(func, policy, sites="ops", gradients=False)(*args)
+    return [(Operation(s.site.op, s.site.scope, {}, (), ()), s.added) for s in report.worst]
+
+
 def _promising(
-    units: Sequence[PrecisionRule],
-    operations: Sequence[Lowered],
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    policy: Policy,
+    units: Sequence[PrecisionRule], added: Sequence[tuple[Operation, float]]
 ) -> tuple[PrecisionRule, ...]:
     """Rules in the order of the error that is added where they are, most first."""
-    if policy.recipe is not None and policy.recipe.needs_state:
-        return tuple(units)
-    report = compare(func, policy, sites="ops", gradients=False)(*args)
-    seen = [(Operation(s.site.op, s.site.scope, {}, (), ()), s.added) for s in report.worst]
 
     def promise(rule: PrecisionRule) -> float:
-        return max((added for one, added in seen if rule.matches(one)), default=0.0)
+        return max((error for one, error in added if rule.matches(one)), default=0.0)
 
     # Equals stay in their order: the innermost scopes first.
     return tuple(sorted(units, key=lambda rule: -promise(rule)))

@@ -1,5 +1,6 @@
 """What the tests of checkpoints share: equal to the bit."""
 
+import pathlib
 from typing import Any
 
 import jax
@@ -35,3 +36,14 @@ def recipes_state() -> Any:
         for name, recipe in halfstep.RECIPES.items()
         if recipe.needs_state
     }
+
+
+def through(path: pathlib.Path, state: Any, like: Any, **options: Any) -> Any:
+    """A state, saved and restored."""
+    # Only where Orbax is installed: the tests that ask are skipped otherwise.
+    from halfstep.integrations.orbax import Checkpoints
+
+    with Checkpoints(path, **options) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        return checkpoints.restore(like)[1]

@@ -16,19 +16,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import halfstep
 from halfstep._digest import digests
 from halfstep.integrations._orbax._files import read_data
-from tests.integrations._bits import assert_same, recipes_state, same_bits
+from tests.integrations._bits import assert_same, recipes_state, same_bits, through
 from tests.test_snippets import blocks, run
 
 orbax = pytest.importorskip("halfstep.integrations.orbax")
 Checkpoints, CheckpointError = orbax.Checkpoints, orbax.CheckpointError
 DamagedCheckpointError = orbax.DamagedCheckpointError
-
-
-def through(path: pathlib.Path, state: Any, like: Any, **options: Any) -> Any:
-    with Checkpoints(path, **options) as checkpoints:
-        checkpoints.save(1, state)
-        checkpoints.wait()
-        return checkpoints.restore(like)[1]
 
 
 # Damage.

@@ -12,18 +12,11 @@ import pytest
 
 import halfstep
 from halfstep import optim, quant
-from tests.integrations._bits import assert_same, recipes_state
+from tests.integrations._bits import assert_same, recipes_state, through
 
 orbax = pytest.importorskip("halfstep.integrations.orbax")
 Checkpoints, CheckpointError = orbax.Checkpoints, orbax.CheckpointError
 DamagedCheckpointError = orbax.DamagedCheckpointError
-
-
-def through(path: pathlib.Path, state: Any, like: Any, **options: Any) -> Any:
-    with Checkpoints(path, **options) as checkpoints:
-        checkpoints.save(1, state)
-        checkpoints.wait()
-        return checkpoints.restore(like)[1]
 
 
 PARAMS = {"w": (64, 128), "b": (3,)}
