@@ -12,7 +12,7 @@ import halfstep
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "halfstep").rglob("*.py"))
-EXTRAS = ("flax", "haiku", "matplotlib", "orbax", "rich", "tqdm")
+EXTRAS = ("flax", "haiku", "matplotlib", "orbax", "rich", "shtab", "tqdm")
 
 
 def _run(code: str) -> str:
