@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
 
 IMAGES = pathlib.Path(__file__).parents[1] / "images"
 
@@ -110,3 +111,11 @@ def bare(axes: Axes) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=11, color=color, shrinkA=0, shrinkB=0
+        )
+    )

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch
 
 import halfstep
-from docs.generators._draw import Theme, bare, save
+from docs.generators._draw import Theme, arrow, bare, save
 
 # What makes no number of its own, and is left out of the picture.
 VIEWS = ("reduce_max", "max", "broadcast_in_dim", "stop_gradient")
@@ -75,14 +75,6 @@ def box(axes: Axes, x: float, y: float, text: str, color: str, theme: Theme, **m
     )
     axes.text(
         x, y, text, ha="center", va="center", fontsize=9.5, color=more.get("ink", theme.paper)
-    )
-
-
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
-    axes.add_patch(
-        FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=11, color=color, shrinkA=0, shrinkB=0
-        )
     )
 
 

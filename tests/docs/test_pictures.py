@@ -13,12 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import halfstep
-from docs.generators import _draw, formats, islands, precision
+from docs.generators import _draw, formats, islands, policies, precision
 from docs.generators._draw import THEMES, drawn
+from halfstep._preflight import ACCELERATORS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 LIGHT = THEMES["light"]
-DRAWN = (*formats.PICTURES, *precision.PICTURES, "islands")
+DRAWN = (*formats.PICTURES, *precision.PICTURES, "islands", "policies")
 
 
 def ends_of_lines(axes: Axes) -> dict[str, float]:
@@ -122,6 +123,23 @@ def test_the_island_is_the_one_that_explain_reports():
     width = sum(end - begin for begin, end in bars(below)[-len(totals.stored) :])
     assert width == pytest.approx(sum(totals.stored.values()) / 2**20)
     assert sum("stored\nbf16, 8 MiB" in text for text in said) == 2
+
+
+# Policies.
+
+
+def test_the_decision_names_the_devices_that_multiply_8_bits(monkeypatch: pytest.MonkeyPatch):
+    def said() -> str:
+        (axes,) = drawn(policies.draw, LIGHT, height=6).axes
+        return "\n".join(text.get_text() for text in axes.texts)
+
+    names = [name for name, row in ACCELERATORS.items() if "float8" in row.peak_flops]
+    assert names
+    assert all(name in said() for name in names)
+    assert "v5e" not in said()
+    fewer = {name: row for name, row in ACCELERATORS.items() if name != "l4"}
+    monkeypatch.setattr(policies, "ACCELERATORS", fewer)
+    assert "l4" not in said()
 
 
 # Files and pages.
