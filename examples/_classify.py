@@ -97,23 +97,25 @@ def train(task: Task, data: Dataset, options: argparse.Namespace) -> list[Record
 def main(
     make: Callable[[Dataset, argparse.Namespace], Task],
     *,
-    module: Any,
+    module: tuple[str, str | None],
     argv: Sequence[str] | None,
     policy: Sequence[str],
     steps: int = 400,
     learning_rate: float,
+    width: int = 32,
 ) -> None:
     """The command line of an example.
 
     Args:
         make: Makes the task of a data set and options, of which `policy` is one.
-        module: The example's name and docstring: `(__name__, __doc__)`.
+        module: The example's name and docstring.
         argv: The arguments, or `None` for those of the process.
         policy: Those that are run by default.
         steps: How many there are by default.
         learning_rate: By default.
+        width: By default; an example says what it means.
     """
-    name, doc = module[0].rpartition(".")[2], module[1]
+    name, doc = module[0], module[1] or ""
     parser = argparse.ArgumentParser(
         prog=f"python -m examples.{name}",
         description=doc,
@@ -125,7 +127,7 @@ def main(
         ("seed", int, 0, "of weights and of the order of the data"),
         ("steps", positive, steps, "how many"),
         ("batch", positive, 128, "images in a step"),
-        ("width", positive, 32, "channels, or tens of hidden units"),
+        ("width", positive, width, "of the network"),
         ("learning-rate", float, learning_rate, "at its highest"),
         ("loss-scale", float, 2.0**15, "float16's first loss scale, a power of two"),
         ("log-every", positive, 10, "steps between records"),

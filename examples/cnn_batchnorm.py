@@ -121,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
         policy=("f32", "f16"),
         learning_rate=3e-3,
+        width=16,
     )
 
 

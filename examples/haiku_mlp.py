@@ -29,7 +29,7 @@ def make(data: Any, options: argparse.Namespace) -> Task:
     def network(images: Images, is_training: bool) -> Array:
         x = hk.Flatten()(images)
         for _ in range(LAYERS):
-            x = hk.Linear(10 * options.width)(x)
+            x = hk.Linear(options.width)(x)
             x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(x, is_training)
             x = jax.nn.relu(x)
         return hk.Linear(data.classes)(x)
@@ -82,7 +82,12 @@ def make(data: Any, options: argparse.Namespace) -> Task:
 
 def main(argv: Sequence[str] | None = None) -> None:
     _classify.main(
-        make, module=("haiku_mlp", __doc__), argv=argv, policy=("f32", "bf16"), learning_rate=2e-3
+        make,
+        module=("haiku_mlp", __doc__),
+        width=320,
+        argv=argv,
+        policy=("f32", "bf16"),
+        learning_rate=2e-3,
     )
 
 

@@ -75,7 +75,7 @@ def make(data: Any, options: argparse.Namespace) -> Task:
         return jnp.argmax(scores, axis=-1)
 
     pixels = data.train_images[0].size
-    params = init(jax.random.key(options.seed), pixels, 10 * options.width, data.classes)
+    params = init(jax.random.key(options.seed), pixels, options.width, data.classes)
     state = {
         "params": params,
         "momentum": jax.tree.map(jnp.zeros_like, params),
@@ -88,7 +88,12 @@ def make(data: Any, options: argparse.Namespace) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     policies = ("f32", "bf16", "f16")
     _classify.main(
-        make, module=("plain_jax", __doc__), argv=argv, policy=policies, learning_rate=0.05
+        make,
+        module=("plain_jax", __doc__),
+        width=320,
+        argv=argv,
+        policy=policies,
+        learning_rate=0.05,
     )
 
 
