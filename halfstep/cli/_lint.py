@@ -127,11 +127,12 @@ def _show(report: ExplainReport, arguments: argparse.Namespace) -> None:
 
 
 def _page(report: ExplainReport) -> str:
+    body = report._repr_html_()  # pyright: ignore[reportPrivateUsage]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         '<meta name="color-scheme" content="light dark">'
         "<title>halfstep lint</title>"
         "<style>body{font:14px system-ui,sans-serif;margin:1.5em}</style>"
-        f"</head><body>{report._repr_html_()}</body></html>\n"
+        f"</head><body>{body}</body></html>\n"
     )
