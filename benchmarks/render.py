@@ -543,6 +543,7 @@ RENDERERS = (
     fp8,
     debug,
     bisect,
+    faults,
     soak,
     fuzz,
     scale,
