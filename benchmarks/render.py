@@ -12,6 +12,7 @@ import re
 import sys
 from typing import Any
 
+from benchmarks._comparison import text as peers_text
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
 from benchmarks._hardening import fuzz_text, soak_text
@@ -527,7 +528,12 @@ def fuzz(result: dict[str, Any]) -> str:
     return fuzz_text(result)
 
 
+def peers(result: dict[str, Any]) -> str:
+    return peers_text(result)
+
+
 RENDERERS = (
+    peers,
     overhead,
     fashion_mnist,
     memory,
