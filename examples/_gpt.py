@@ -38,17 +38,23 @@ def init(*, tokens: int, width: int, layers: int, key: PRNGKeyArray) -> Params:
     }
 
 
-def _normalize(x: Array, scale: Array) -> Array:
+def normalize(x: Array, scale: Array) -> Array:
+    """RMS norm over the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
 
-def _block(x: Float[Array, "batch tokens width"], block: Params, heads: int) -> Array:
+def attention(x: Float[Array, "batch tokens width"], block: Params, heads: int) -> Array:
+    """What each token takes from those before it."""
     batch, tokens, width = x.shape
-    qkv = _normalize(x, block["attention_norm"]) @ block["qkv"]
+    qkv = normalize(x, block["attention_norm"]) @ block["qkv"]
     q, k, v = jnp.moveaxis(qkv.reshape(batch, tokens, 3, heads, width // heads), 2, 0)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + mixed.reshape(batch, tokens, width) @ block["out"]
-    hidden = jax.nn.gelu(_normalize(x, block["mlp_norm"]) @ block["up"])
+    return mixed.reshape(batch, tokens, width) @ block["out"]
+
+
+def _block(x: Float[Array, "batch tokens width"], block: Params, heads: int) -> Array:
+    x = x + attention(x, block, heads)
+    hidden = jax.nn.gelu(normalize(x, block["mlp_norm"]) @ block["up"])
     return x + hidden @ block["down"]
 
 
@@ -63,5 +69,5 @@ def loss(params: Params, text: UInt8[Array, "batch length"], *, heads: int) -> F
         return _block(x, block, heads), None
 
     x, _ = jax.lax.scan(body, x, params["blocks"])
-    logits = _normalize(x, params["norm"]) @ params["embed"].T
+    logits = normalize(x, params["norm"]) @ params["embed"].T
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))

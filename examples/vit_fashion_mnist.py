@@ -25,6 +25,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8
 
 import halfstep
+from examples._classify import positive
 from examples._data import FASHION_MNIST, Dataset, load_fashion_mnist, shuffled_batches
 from examples._log import Log, Record
 from examples._plot import plot_curves
@@ -203,12 +204,6 @@ def train(
             if save_every and (last or step % save_every == 0):
                 checkpoints.save(step, state)
     return log.records
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"required a whole number, 1 or more; got {number}")
-    return number
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

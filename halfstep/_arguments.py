@@ -10,7 +10,7 @@ from halfstep._paths import match_rules
 from halfstep._state import MarkedLeaf, marked_leaves
 
 
-def argument_names(func: Callable, count: int) -> tuple[str, ...]:
+def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
     """Names for `count` positional arguments: the function's own, `args/0` for variadic ones."""
     try:
         parameters = list(inspect.signature(func).parameters.values())
@@ -37,7 +37,7 @@ class Arguments:
     `leaves` can be replaced and `rebuild` puts them back into the shape of the call.
     """
 
-    def __init__(self, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.names = (*argument_names(func, len(args)), *kwargs)
         self.leaves: list[MarkedLeaf] = []
         self.owners: list[int] = []

@@ -144,7 +144,7 @@ def cast_to_float32(tree: T) -> T:
 
 
 def cast_arguments(
-    func: Callable,
+    func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     dtype: DTypeLike,
@@ -216,7 +216,10 @@ def cast_function(
 
 
 def _full_precision_call(
-    func: Callable[..., T], return_dtype: DTypeLike | None, args: Sequence[Any], kwargs: Mapping
+    func: Callable[..., T],
+    return_dtype: DTypeLike | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> T:
     if return_dtype is None:
         # Back to what came in, so that the surroundings never see another dtype.
@@ -237,7 +240,7 @@ class _FullPrecisionModule(eqx.Module):
     return_dtype: np.dtype | None = eqx.field(static=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def run(module: Callable, *args: Any, **kwargs: Any) -> Any:
+        def run(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return module(*args, **kwargs)
 
         # The module is an argument here, so that its parameters are cast as well.

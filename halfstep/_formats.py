@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -99,7 +99,7 @@ def half_dtype() -> np.dtype:
 
 
 @contextlib.contextmanager
-def half_precision(dtype: DTypeLike) -> Iterator[np.dtype]:
+def half_precision(dtype: DTypeLike) -> Generator[np.dtype, None, None]:
     """Within this context, "half precision" means `dtype`.
 
     It is part of JAX's trace context, so a jitted function is traced anew for each value.

@@ -117,7 +117,13 @@ def _check_no_state(model: Any) -> None:
         )
 
 
-def _restore_aux(aux: Any, func: Callable, args: tuple, kwargs: dict, policy: Policy) -> Any:
+def _restore_aux(
+    aux: Any,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy,
+) -> Any:
     """Give `aux` the dtypes it has without mixed precision: state and metrics stay what they were.
 
     The function is traced once more, abstractly, at its own dtypes; only if something in `aux`
@@ -147,7 +153,7 @@ def _restore_aux(aux: Any, func: Callable, args: tuple, kwargs: dict, policy: Po
 
 
 def filter_value_and_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: AbstractLossScaling | None = None,
     *,
     policy: Policy | str = "bf16",
@@ -275,7 +281,7 @@ def filter_value_and_grad(
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)
     def differentiate(
-        moving: tuple[Any, Any], static: Any, args: tuple, kwargs: dict
+        moving: tuple[Any, Any], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         params, probes = moving
         model = eqx.combine(params, static)
@@ -283,7 +289,7 @@ def filter_value_and_grad(
         loss = _to_float32(loss)
         return scaling.scale(loss), (loss, aux)
 
-    def one_step(args: tuple, kwargs: dict) -> tuple[Any, Any, Any, Any]:
+    def one_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         # Marked as varying: JAX would else sum the cotangents over the mesh by itself, in the
         # compute dtype, where finite shards can add up to infinity.
         model = vary_tree(args[0], axes)
@@ -357,8 +363,8 @@ def filter_value_and_grad(
 
 
 def filter_grad(
-    func: Callable, scaling: AbstractLossScaling | None = None, **options: Any
-) -> Callable[..., tuple]:
+    func: Callable[..., Any], scaling: AbstractLossScaling | None = None, **options: Any
+) -> Callable[..., tuple[Any, ...]]:
     """Like `eqx.filter_grad`, in mixed precision and with loss scaling.
 
     Args:
@@ -389,7 +395,7 @@ def filter_grad(
     has_aux = options.get("has_aux", False)
 
     @functools.wraps(func)
-    def grad(*args: Any, **kwargs: Any) -> tuple:
+    def grad(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         value, adjusted, verdict, grads = with_value(*args, **kwargs)
         return (adjusted, verdict, grads, value[1]) if has_aux else (adjusted, verdict, grads)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import equinox as eqx
@@ -23,7 +23,7 @@ class _KeptModule(eqx.Module):
 
 
 @contextlib.contextmanager
-def _kept() -> Iterator[None]:
+def _kept() -> Generator[None, None, None]:
     with jax.named_scope(KEEP_SCOPE):
         yield
 

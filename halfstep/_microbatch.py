@@ -15,7 +15,7 @@ from halfstep._formats import at_least_float32
 from halfstep._leaves import is_array, is_key
 
 # (args, kwargs) -> (loss, aux, gradients, magnitudes), for one microbatch.
-Step = Callable[[tuple, dict], tuple[Any, Any, Any, Any]]
+Step = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any, Any]]
 
 
 def _split(leaf: Any, path: str, n: int) -> Any:

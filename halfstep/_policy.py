@@ -116,7 +116,7 @@ class Policy:
             raise ValueError(f"`mode` is 'autocast' or 'inputs'; got {mode!r}.")
         for rule in keep:
             compile_rule(rule)
-        values = {
+        values: dict[str, Any] = {
             "param": parse_dtype(param),
             "compute": parse_dtype(compute),
             "output": parse_dtype(output),

@@ -6,7 +6,7 @@ Seen to work with JAX 0.8.3 and 0.10.2; `tests/test_private_jax.py` says so.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ _BACKWARD = "backward_pass"
 
 
 @contextlib.contextmanager
-def lines_of_backward_functions() -> Iterator[None]:
+def lines_of_backward_functions() -> Generator[None, None, None]:
     """Keep the lines of what is traced in backward functions (of `custom_vjp`) as they are.
 
     JAX writes the line of the call over them, whose derivative they are. If it has changed how it

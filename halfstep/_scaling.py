@@ -20,7 +20,7 @@ T = TypeVar("T")
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-def _power_of_two(value: Any, name: str) -> float:
+def power_of_two(value: Any, name: str) -> float:
     """Validate a concrete scale. A power of two only moves the exponent: scaling never rounds."""
     number = float(value)
     if not (math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5):
@@ -120,10 +120,10 @@ class DynamicLossScaling(AbstractLossScaling):
         period: int = 2000,
         factor: Any = 2,
     ):
-        initial = _power_of_two(loss_scaling, "loss_scaling")
-        self.min_loss_scaling = _power_of_two(min_loss_scaling, "min_loss_scaling")
-        self.max_loss_scaling = _power_of_two(max_loss_scaling, "max_loss_scaling")
-        self.factor = _power_of_two(factor, "factor")
+        initial = power_of_two(loss_scaling, "loss_scaling")
+        self.min_loss_scaling = power_of_two(min_loss_scaling, "min_loss_scaling")
+        self.max_loss_scaling = power_of_two(max_loss_scaling, "max_loss_scaling")
+        self.factor = power_of_two(factor, "factor")
         if not self.min_loss_scaling <= initial <= self.max_loss_scaling:
             raise ValueError(
                 f"`loss_scaling` must lie between the floor {self.min_loss_scaling:g} and the "
@@ -190,7 +190,7 @@ class StaticLossScaling(AbstractLossScaling):
     loss_scaling: Float[Array, "..."]
 
     def __init__(self, loss_scaling: Any):
-        self.loss_scaling = jnp.asarray(_power_of_two(loss_scaling, "loss_scaling"), jnp.float32)
+        self.loss_scaling = jnp.asarray(power_of_two(loss_scaling, "loss_scaling"), jnp.float32)
 
     @property
     def checks_finite(self) -> bool:

@@ -120,6 +120,10 @@ class Verdict(eqx.Module):
         """Whether finiteness was computed at all. Static: known while tracing."""
         return self.finite is not None
 
+    @staticmethod
+    def _boolean(value: Any) -> Any:
+        return value._known() if isinstance(value, Verdict) else value
+
     def _known(self) -> Array:
         if self.finite is None:
             raise ValueError(
@@ -138,10 +142,10 @@ class Verdict(eqx.Module):
         return jnp.logical_not(self._known())
 
     def __and__(self, other: Any) -> Array:
-        return jnp.logical_and(self._known(), _boolean(other))
+        return jnp.logical_and(self._known(), self._boolean(other))
 
     def __or__(self, other: Any) -> Array:
-        return jnp.logical_or(self._known(), _boolean(other))
+        return jnp.logical_or(self._known(), self._boolean(other))
 
     __rand__ = __and__
     __ror__ = __or__
@@ -185,10 +189,6 @@ class Verdict(eqx.Module):
             "the loss is finite but the scaled gradients are not: they overflowed on the way "
             f"back, which a smaller loss scale cures.{at}"
         )
-
-
-def _boolean(value: Any) -> Any:
-    return value._known() if isinstance(value, Verdict) else value
 
 
 def as_predicate(finite: Any) -> Any | None:

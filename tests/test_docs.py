@@ -98,6 +98,8 @@ def broken_links(page: pathlib.Path, text: str) -> list[str]:
         if re.match(r"https?://", target):
             continue
         name, _, anchor = target.partition("#")
+        if anchor in ("only-light", "only-dark"):  # A picture for one kind of screen.
+            anchor = ""
         path = (page.parent / name).resolve() if name else page
         if not path.is_file() or (anchor and anchor not in anchors(path)):
             broken.append(target)

@@ -14,6 +14,7 @@ import pytest
 
 import halfstep
 from halfstep import optim, quant
+from tests._rows import slow_unless
 from tests.preflight._compilers import need
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -73,7 +74,12 @@ def run(sources: list[Block], name: str, tmp_path: pathlib.Path) -> int:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+# On every change the README is run from the built wheel, as its readers do (`.ci/run`).
+@pytest.mark.parametrize(
+    "page",
+    slow_unless(PAGES, lambda page: page.name != "README.md"),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_pages(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run(blocks(page.read_text()), page.stem, tmp_path)

@@ -143,7 +143,7 @@ def _closed(
     after: dict[int, list[int]] = {index: [] for index in indices}
     for index in indices:
         made = set(map(plan.maker, plan.graph.nodes[index].ins))
-        before[index] = sorted(other for other in made if other in inside and other is not None)
+        before[index] = sorted(other for other in made if other in inside)
         for other in before[index]:
             after[other].append(index)
     members = set(wide)

@@ -263,7 +263,8 @@ class _Walk:
                     return _Tally()
                 (called,) = self.module.called(instruction, "to_apply", "calls")
                 return self.computation(frame.call(instruction, called))
-        return None
+            case _:
+                return None
 
     def instruction(
         self, computation: Computation, instruction: Instruction, tally: _Tally, *, fused: bool

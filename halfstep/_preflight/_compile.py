@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from halfstep._preflight import _cache
@@ -186,7 +186,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _ended(process: subprocess.Popen[bytes]) -> Generator[None, None, None]:
     """No way out of the block leaves the process, or one that it started, behind."""
     try:
         yield

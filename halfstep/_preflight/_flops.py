@@ -69,7 +69,8 @@ def contraction(computation: Computation, instruction: Instruction) -> Contracte
             return Contracted(lhs, rhs, out, flops)
         case "custom-call":
             return _library(computation, instruction)
-    return None
+        case _:
+            return None
 
 
 def uncounted(instruction: Instruction) -> str | None:

@@ -87,7 +87,8 @@ class Frame:
                 return _invariants(self, instruction)(0, path)
             case opcode if opcode in _SAME_VALUE:
                 return self.value(instruction.operands[0], path)
-        return None
+            case _:
+                return None
 
 
 def _sum(left: Value, right: Value, sign: int) -> Value:

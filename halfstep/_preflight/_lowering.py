@@ -128,6 +128,8 @@ def lower(
 
 
 def _is_dynamic(leaf: Any) -> bool:
+    if getattr(leaf, "dtype", None) == jax.dtypes.float0:
+        return False  # The gradient of an integer: it has no bits, and no compiler knows it.
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 

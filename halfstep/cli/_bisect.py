@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.cli._arguments import policy
+from halfstep.cli._arguments import add_command, add_maker, policy
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
-from halfstep.cli._load import checked_pair, load
+from halfstep.cli._load import load_loss
+from halfstep.cli._output import add_json, answer, kept_apart
 from halfstep.debug import bisect
 
 _DESCRIPTION = """\
@@ -29,17 +30,17 @@ The exit status is 0 if the policy is good as it is, 1 if rules are needed, and
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand to the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "bisect",
+        run,
         help="what must stay in float32?",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="halfstep bisect train.py:make_loss --tolerance 0.02 --output policy.toml",
     )
-    parser.add_argument(
-        "make_loss", metavar="MAKE_LOSS", help="module:function or file.py:function"
-    )
+    add_maker(parser, "make_loss")
     parser.add_argument(
         "--policy",
         type=policy,
@@ -51,30 +52,29 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--scopes", action="store_true", help="whole scopes, no single operations")
     parser.add_argument("--output", metavar="FILE", help="write the policy: policy.toml")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     if arguments.output:
         check_writable(arguments.output)
-    name = arguments.make_loss
-    loss, given = checked_pair(name, load(name)(), "loss")
-    try:
-        found = bisect(
-            loss,
-            _batches(name, given),
-            arguments.policy,
-            tolerance=arguments.tolerance,
-            refine=not arguments.scopes,
-            progress=sys.stderr.isatty(),
-        )
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    with kept_apart(arguments):
+        loss, given = load_loss(arguments.make_loss)
+        try:
+            found = bisect(
+                loss,
+                _batches(arguments.make_loss, given),
+                arguments.policy,
+                tolerance=arguments.tolerance,
+                refine=not arguments.scopes,
+                progress=sys.stderr.isatty(),
+            )
+        except ValueError as error:
+            raise CommandError(str(error)) from error
     if arguments.output:
         found.save(arguments.output)
-    sys.stdout.write(f"{found.to_json() if arguments.json else found}\n")
+    answer(arguments, str(found), found.to_json())
     return 1 if found.needed else 0
 
 

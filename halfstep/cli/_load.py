@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable
@@ -15,8 +16,8 @@ def load(text: str) -> Callable[..., Any]:
     module_name, colon, name = text.rpartition(":")
     if not colon or not module_name or not name:
         raise CommandError(
-            "the step is given as module:function or file.py:function, such as "
-            f"train:make_step; got {text!r}."
+            "the function is given as module:function or file.py:function, such as "
+            f"train.py:make_step; got {text!r}."
         )
     # As `python -m` has it: what lies in the working directory can be imported.
     if "" not in sys.path:
@@ -30,6 +31,19 @@ def load(text: str) -> Callable[..., Any]:
         what = "nothing" if found is None else f"a {type(found).__name__}"
         raise CommandError(f"{module_name!r} must have a function {name!r}; it has {what}.")
     return found
+
+
+def load_loss(name: str) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]:
+    """The loss that the user's function makes, and its arguments."""
+    make = load(name)
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise CommandError(
+            f"{name} is called without arguments; its signature is {inspect.signature(make)}: "
+            f"{error}. Give its parameters defaults."
+        ) from error
+    return checked_pair(name, make(), "loss")
 
 
 def checked_pair(

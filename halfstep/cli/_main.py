@@ -9,23 +9,70 @@ from collections.abc import Sequence
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import _bisect, _lint, _preflight, _replay
+from halfstep.cli import (
+    _bisect,
+    _completion,
+    _doctor,
+    _explain,
+    _formats,
+    _lint,
+    _preflight,
+    _replay,
+)
 from halfstep.cli._errors import CommandError
+
+_EPILOG = """\
+examples:
+  Is this installation in order, and what else could be installed?
+    halfstep doctor
+
+  Which operations of a loss run in 16 bits, and why are the others not?
+    halfstep explain train.py:make_loss --policy bf16
+
+  Does a training step fit on hardware that is not there?
+    halfstep preflight train.py:make_step --target h100 --policy f32,bf16
+
+  MAKE_LOSS and MAKE_STEP are functions of yours that return a function and its
+  arguments. "halfstep COMMAND --help" shows how they look.
+
+exit status, for scripts and CI:
+  0  yes: all is as it should be
+  1  no: there is an answer, and it is in the output
+  2  no answer: something was mistyped, is missing, or went wrong
+
+Every command that answers has --json FILE; with - it prints JSON and nothing else.
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Each command on one line."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=20)
+        # What argparse finds is too short for commands, which it indents.
+        self._action_max_length = 16
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command can be given."""
+    made = argparse.ArgumentParser(
+        prog="halfstep",
+        description="Mixed-precision training for JAX, from the command line.",
+        epilog=_EPILOG,
+        formatter_class=_Formatter,
+    )
+    made.add_argument("--version", action="version", version=f"halfstep {__version__}")
+    commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for module in (_explain, _lint, _bisect, _replay, _preflight, _formats, _doctor):
+        module.add(commands)
+    _completion.add(commands, parser)
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0 yes, 1 no, 2 no answer."""
-    parser = argparse.ArgumentParser(
-        prog="halfstep", description="Mixed-precision training for JAX, from the command line."
-    )
-    parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _lint.add(commands)
-    _preflight.add(commands)
-    _replay.add(commands)
-    _bisect.add(commands)
-    arguments = parser.parse_args(argv)
-    if "JAX_PLATFORMS" not in os.environ:
+    arguments = parser().parse_args(argv)
+    if "JAX_PLATFORMS" not in os.environ and not getattr(arguments, "devices", False):
         # Nothing is computed here: no accelerator is taken from those who use it, or missed.
         jax.config.update("jax_platforms", "cpu")
     try:

@@ -1,7 +1,6 @@
 """`halfstep preflight`: will it fit?"""
 
 import argparse
-import contextlib
 import inspect
 import itertools
 import sys
@@ -18,10 +17,11 @@ from halfstep._preflight import (
     preflight,
 )
 from halfstep._preflight._targets import parse_target
-from halfstep.cli._arguments import share
+from halfstep.cli._arguments import add_command, add_maker, share
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
 from halfstep.cli._load import checked_pair, load
+from halfstep.cli._output import add_json, answer, kept_apart
 
 _DESCRIPTION = """\
 Compile a training step for hardware that is not there, and say what it takes.
@@ -39,20 +39,25 @@ The exit status is 0, 1 if something does not fit (with --require-fit; or with
 is no answer.
 """
 
+_EXAMPLE = """\
+halfstep preflight train.py:make_step --target h100 --policy f32,bf16
+halfstep preflight train.py:make_step --target rtx4070 --largest-batch
+"""
+
 _PLOTS = (".png", ".pdf", ".svg")
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand to the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "preflight",
+        run,
         help="will it fit, on hardware that is not there?",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE,
     )
-    parser.add_argument(
-        "make_step", metavar="MAKE_STEP", help="module:function or file.py:function"
-    )
+    add_maker(parser, "make_step")
     parser.add_argument(
         "--target",
         type=_target,
@@ -96,7 +101,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--timeout", type=float, help="seconds that one compile may take")
     parser.add_argument("--no-cache", action="store_true", help="compile anew, keep nothing")
     parser.add_argument("--detail", action="store_true", help="print every figure")
-    parser.add_argument("--json", metavar="FILE", help="write every figure; - is standard output")
+    add_json(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw memory by role (PNG, PDF, SVG)")
     parser.add_argument(
         "--require-fit", action="store_true", help="exit with 1 unless everything fits"
@@ -106,19 +111,14 @@ def add(commands: Any) -> None:
         type=share,
         help="exit with 1 unless this share of a recipe's contractions is in 8 bits (0 to 1)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    # Now, not after minutes of compiling.
-    if arguments.json != "-":
-        check_writable(arguments.json)
     check_writable(arguments.plot, endings=_PLOTS)
     if arguments.largest_batch and arguments.batch:
         raise CommandError("--largest-batch looks for the batch itself; leave --batch out.")
-    # What the user's code prints does not get into the JSON.
-    with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
+    with kept_apart(arguments):
         make = _maker(arguments)
         try:
             entries = list((_search if arguments.largest_batch else _sweep)(make, arguments))
@@ -191,14 +191,11 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(report: PreflightReport, arguments: argparse.Namespace) -> None:
+    text = ""
+    if report.entries:
+        text = report.detail() if arguments.detail else str(report)
+    answer(arguments, text, report.to_json())
     try:
-        if arguments.json == "-":
-            _say(report.to_json())
-        else:
-            if report.entries:
-                _say(report.detail() if arguments.detail else str(report))
-            if arguments.json:
-                report.to_json(arguments.json)
         if arguments.plot and report.entries:
             report.plot(arguments.plot)
     except (OSError, PreflightError) as error:

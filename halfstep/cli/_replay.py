@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
-from typing import Any
 
 from halfstep._formats import dtype_name
 from halfstep._policy import Policy
-from halfstep.cli._arguments import policy
+from halfstep.cli._arguments import add_command, add_maker, policy
 from halfstep.cli._errors import CommandError
 from halfstep.cli._load import checked_pair, load
+from halfstep.cli._output import add_json, answer, kept_apart
 from halfstep.debug import NonFinite, first_nonfinite, load_capture
 
 _DESCRIPTION = """\
@@ -29,43 +28,40 @@ is no answer.
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Add the subcommand to the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "replay",
+        run,
         help="where did it begin, in the step that was captured?",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="halfstep replay runs/captures/0 train.py:make_step --policy f16",
     )
     parser.add_argument("directory", metavar="DIR", help="a capture: runs/captures/0")
-    parser.add_argument(
-        "make_step", metavar="MAKE_STEP", help="module:function or file.py:function"
-    )
+    add_maker(parser, "make_step")
     parser.add_argument(
         "--policy", type=policy, default="bf16", help="such as bf16, f16, f8 or a file.toml (bf16)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    name, make = arguments.make_step, load(arguments.make_step)
     found: dict[str, NonFinite | None] = {}
     chosen = _short(arguments.policy)
-    for which in dict.fromkeys((chosen, "f32")):
-        step, args = checked_pair(name, make(which), "step")
-        try:
-            captured = load_capture(arguments.directory, *args)
-        except ValueError as error:
-            raise CommandError(f"{error}.") from error
-        found[which] = first_nonfinite(step, *captured)
-    if arguments.json:
-        made = {which: None if got is None else got.to_dict() for which, got in found.items()}
-        sys.stdout.write(f"{json.dumps(made, indent=2)}\n")
-    else:
-        for which, got in found.items():
-            sys.stdout.write(f"{which}: {'all finite' if got is None else got}\n")
+    with kept_apart(arguments):
+        name, make = arguments.make_step, load(arguments.make_step)
+        for which in dict.fromkeys((chosen, "f32")):
+            step, args = checked_pair(name, make(which), "step")
+            try:
+                captured = load_capture(arguments.directory, *args)
+            except ValueError as error:
+                raise CommandError(f"{error}.") from error
+            found[which] = first_nonfinite(step, *captured)
+    lines = [f"{which}: {'all finite' if got is None else got}" for which, got in found.items()]
+    made = {which: None if got is None else got.to_dict() for which, got in found.items()}
+    answer(arguments, "\n".join(lines), json.dumps(made, indent=2))
     return 0 if found[chosen] is None else 1
 
 

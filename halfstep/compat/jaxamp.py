@@ -25,7 +25,7 @@ from halfstep._collective import vary, varying_axes
 from halfstep._formats import DTypeLike
 from halfstep._policy import Policy
 from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
-from halfstep.compat import _power_of_two_below
+from halfstep.compat._scale import power_of_two_below
 
 __all__ = (
     "DynamicLossScaler",
@@ -232,7 +232,7 @@ class DynamicScalerState(_scaling.DynamicLossScaling):
     def __init__(
         self, patience: Any = 2000, adjust_factor: Any = 2.0, scaler: Any = 2.0**15, count: Any = 0
     ):
-        initial = _scaling._power_of_two(_power_of_two_below(scaler, "scaler"), "scaler")
+        initial = _scaling.power_of_two(power_of_two_below(scaler, "scaler"), "scaler")
         if patience != int(patience) or patience < 1:
             raise ValueError(f"`patience` must be a whole number, 1 or more; got {patience}.")
         super().__init__(
@@ -240,7 +240,7 @@ class DynamicScalerState(_scaling.DynamicLossScaling):
             min(1.0, initial),
             _CEILING,
             period=int(patience),
-            factor=_scaling._power_of_two(adjust_factor, "adjust_factor"),
+            factor=_scaling.power_of_two(adjust_factor, "adjust_factor"),
         )
         # jaxamp counts one further before it grows: a state of its may have reached its patience.
         self.counter = jnp.asarray(min(int(count), self.period - 1), jnp.int32)

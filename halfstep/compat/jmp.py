@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 from halfstep import _gate, _policy, _scaling, _verdict
 from halfstep._cast import cast_tree
 from halfstep._formats import DTypeLike, dtype_name, half_precision, parse_dtype
-from halfstep.compat import _power_of_two_below
+from halfstep.compat._scale import power_of_two_below
 
 __all__ = (
     "DynamicLossScale",
@@ -155,8 +155,8 @@ class DynamicLossScale(_scaling.DynamicLossScaling):
         min_loss_scale: Any = 1.0,
     ):
         super().__init__(
-            _power_of_two_below(loss_scale, "loss_scale"),
-            _power_of_two_below(min_loss_scale, "min_loss_scale"),
+            power_of_two_below(loss_scale, "loss_scale"),
+            power_of_two_below(min_loss_scale, "min_loss_scale"),
             _CEILING,
             period=period,
             factor=factor,
@@ -182,7 +182,7 @@ class StaticLossScale(_scaling.StaticLossScaling):
     """
 
     def __init__(self, loss_scale: Any):
-        super().__init__(_power_of_two_below(loss_scale, "loss_scale"))
+        super().__init__(power_of_two_below(loss_scale, "loss_scale"))
 
     @property
     def loss_scale(self) -> Array:

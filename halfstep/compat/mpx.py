@@ -19,7 +19,7 @@ from halfstep import _cast, _gate, _grad, _scaling, _update, _verdict
 from halfstep._formats import FORMATS, DTypeLike, parse_dtype
 from halfstep._leaves import is_array
 from halfstep._policy import Policy
-from halfstep.compat import _power_of_two_below
+from halfstep.compat._scale import power_of_two_below
 
 __all__ = (
     "BFLOAT16_MAX",
@@ -173,8 +173,8 @@ class DynamicLossScaling(_scaling.DynamicLossScaling):
         counter: Any = None,
     ):
         super().__init__(
-            min(_power_of_two_below(loss_scaling, "loss_scaling"), _CEILING),
-            _power_of_two_below(min_loss_scaling, "min_loss_scaling"),
+            min(power_of_two_below(loss_scaling, "loss_scaling"), _CEILING),
+            power_of_two_below(min_loss_scaling, "min_loss_scaling"),
             _CEILING,
             period=period,
             factor=factor,
@@ -195,8 +195,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 
 def scaled(
-    func: Callable, scaling: _scaling.AbstractLossScaling, has_aux: bool = False
-) -> Callable:
+    func: Callable[..., Any], scaling: _scaling.AbstractLossScaling, has_aux: bool = False
+) -> Callable[..., Any]:
     """Scale what a function returns; with `has_aux`, the first of the two things it returns."""
 
     @functools.wraps(func)
@@ -211,11 +211,11 @@ def scaled(
 
 
 def calculate_scaled_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: _scaling.AbstractLossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable:
+) -> Callable[..., Any]:
     """Value and gradients as the backward pass leaves them: scaled, and in half precision.
 
     Args:
@@ -241,11 +241,11 @@ def calculate_scaled_grad(
 
 
 def filter_value_and_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: _scaling.AbstractLossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable[..., tuple]:
+) -> Callable[..., tuple[Any, ...]]:
     """Value and gradients in mixed precision.
 
     Args:
@@ -262,7 +262,7 @@ def filter_value_and_grad(
     """
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> tuple:
+    def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         # Here and not outside: what "half" means is asked at the time of the call.
         if use_mixed_precision:
             options: Any = {"policy": Policy(compute=half_precision_datatype(), mode="inputs")}
@@ -283,11 +283,11 @@ def filter_value_and_grad(
 
 
 def filter_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: _scaling.AbstractLossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable[..., tuple]:
+) -> Callable[..., tuple[Any, ...]]:
     """Gradients in mixed precision, always in float32 or wider.
 
     Args:
@@ -303,7 +303,7 @@ def filter_grad(
     with_value = filter_value_and_grad(func, scaling, has_aux, use_mixed_precision)
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> tuple:
+    def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         value, adjusted, grads_finite, grads = with_value(*args, **kwargs)
         result = (adjusted, grads_finite, cast_to_full_precision(grads))
         return (*result, value[1]) if has_aux else result

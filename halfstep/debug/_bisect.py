@@ -104,6 +104,7 @@ def bisect(
                     _impossible(trials.error(_with(policy, units, outcome)), tolerance)
                 )
             added = _added(func, batches[0], policy)
+            trials.compiles += 1
             units = _promising(units, added)
             found = smallest(units, is_enough)
             finer = inside(found, operations)

@@ -76,7 +76,9 @@ class _Call:
     counters) keep their dtype and come back changed; `frozen` ones never come back.
     """
 
-    def __init__(self, func: Callable, args: tuple, kwargs: Mapping[str, Any], wrt: Any):
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], wrt: Any
+    ):
         if not args or not _is_object(args[0]):
             got = f"got {type(args[0]).__name__}" if args else "there is none"
             raise TypeError(
@@ -109,7 +111,9 @@ class _Call:
             )
         self.params = params[0]
 
-    def run(self, params: Any, args: tuple, kwargs: dict, kept: Any, frozen: Any) -> tuple:
+    def run(
+        self, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any, frozen: Any
+    ) -> tuple[Any, ...]:
         """The function's result, the kept variables as it left them, and those it created."""
         trained = nnx.State({0: params})
         objects = nnx.merge(self.graphdef, trained, kept, frozen, copy=True)
@@ -156,7 +160,7 @@ class _Call:
 
 
 def value_and_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: AbstractLossScaling | None = None,
     *,
     policy: Policy | str = "bf16",
@@ -252,6 +256,7 @@ def value_and_grad(
             loss, aux = result if has_aux else (result, None)
             return loss, (_Kept(kept), created, aux)
 
+        params = (0, frozen_name, *listed(options.get("params", ())))
         gradient = filter_value_and_grad(
             pure,
             scaling,
@@ -259,7 +264,7 @@ def value_and_grad(
             has_aux=True,
             microbatches=microbatches,
             carry=state_name if microbatches > 1 else None,
-            **{**options, "params": (0, frozen_name, *listed(options.get("params", ())))},
+            **{**options, "params": params},  # pyright: ignore[reportArgumentType]
         )
         state = {state_name: _Kept(call.kept), frozen_name: call.frozen}
         # As plain values: whatever `wrt` selects is a parameter, though its type be state.
@@ -274,8 +279,8 @@ def value_and_grad(
 
 
 def grad(
-    func: Callable, scaling: AbstractLossScaling | None = None, **options: Any
-) -> Callable[..., tuple]:
+    func: Callable[..., Any], scaling: AbstractLossScaling | None = None, **options: Any
+) -> Callable[..., tuple[Any, ...]]:
     """Like `nnx.grad`, in mixed precision and with loss scaling.
 
     Args:
@@ -304,7 +309,7 @@ def grad(
     has_aux = options.get("has_aux", False)
 
     @functools.wraps(func)
-    def without_value(*args: Any, **kwargs: Any) -> tuple:
+    def without_value(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         value, adjusted, finite, grads = with_value(*args, **kwargs)
         return (adjusted, finite, grads, value[1]) if has_aux else (adjusted, finite, grads)
 

@@ -20,7 +20,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_needed(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path):
     path = tmp_path / "policy.toml"
-    assert main(["bisect", f"{LOSSES}:squares", "--output", str(path), "--json"]) == 1
+    assert main(["bisect", f"{LOSSES}:squares", "--output", str(path), "--json", "-"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["before"] == "inf"
     assert found["error"] < 0.01

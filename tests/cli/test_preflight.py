@@ -279,7 +279,7 @@ def test_what_must_be_in_8_bits(run: Run, compiles: list, monkeypatch: pytest.Mo
 MAKE_STEP = f"{STEPS}:make_step"
 TO = ("--target", "h100")
 WRONG: dict[str, tuple[Sequence[str], str]] = {
-    "no colon": ((STEPS, *TO), "such as train:make_step; got 'tests.cli._steps'"),
+    "no colon": ((STEPS, *TO), "such as train.py:make_step; got 'tests.cli._steps'"),
     "no module": (("nowhere:make_step", *TO), "cannot import 'nowhere': No module named 'nowhere'"),
     "no file": (("nowhere.py:make_step", *TO), "there is no file 'nowhere.py'"),
     "no function": ((f"{STEPS}:nothing", *TO), "must have a function 'nothing'; it has nothing"),

@@ -10,7 +10,9 @@ import pytest
 
 import halfstep
 from halfstep import debug
+from halfstep._preflight._lowering import lower
 from tests.conformance._leaves import ROWS
+from tests.preflight._compilers import need
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
@@ -107,3 +109,30 @@ def test_a_leaf_that_is_not_used_changes_nothing(name: str, entry: str, without:
     found = ENTRY_POINTS[entry](_params(ROWS[name].make()))
     for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(without[entry]), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def _step(params: Any, x: Any) -> Any:
+    return {**params, "w": params["w"] - jnp.mean(x @ params["w"])}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_preflight_counts_what_takes_memory(name: str):
+    leaf = ROWS[name].make()
+    program = lower(_step, (_params(leaf), X), platform="cuda")
+    found = {leaf.name: leaf for leaf in program.leaves}
+    takes_memory = hasattr(leaf, "dtype") and leaf.dtype != jax.dtypes.float0
+    assert ("params/other" in found) == takes_memory
+    if takes_memory:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        bits = jax.dtypes.itemsize_bits(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        assert found["params/other"].bytes == -(-leaf.size * bits // 8)
+
+
+def test_the_compiler_takes_all_of_them_at_once():
+    need("cuda")
+    params = {"w": jnp.ones((4, 2)), "other": {name: ROWS[name].make() for name in ROWS}}
+    entry = halfstep.preflight(_step, (params, X), targets="h100", progress=False)["h100"]
+    listed = lower(_step, (params, X), platform="cuda").leaves
+    assert entry.fits
+    assert entry.argument_bytes == sum(leaf.bytes for leaf in listed)

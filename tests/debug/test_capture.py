@@ -118,7 +118,7 @@ def test_the_command(script, capsys):
     printed = capsys.readouterr().out
     assert "f16: an infinity in" in printed
     assert "f32: all finite" in printed
-    assert main(["replay", path, name, "--policy", "bf16", "--json"]) == 0
+    assert main(["replay", path, name, "--policy", "bf16", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"bf16": None, "f32": None}
 
 

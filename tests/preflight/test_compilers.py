@@ -65,6 +65,7 @@ def test_a_small_model(target: str, platform: str, case: str):
     assert again[target] == entry
 
 
+@pytest.mark.slow
 def test_a_step_over_256_gpus_and_its_collectives():
     need("cuda")
     step, args, donated = _cases.transformer(AbstractMesh((256,), ("fsdp",)))

@@ -20,8 +20,14 @@ packed = pytest.mark.parametrize("code", ["int4", "root4"])
 
 # The largest error of a code, as a part of its scale; of codes of roots that of the root. The
 # derivations are with the tests of the codes. A scale is above the maximum by 2**-7 at most.
-WIDEST = {"int8": 1 / 127.5, "int4": 1 / 7.5, "f8": 1 / 28}
-WIDEST |= {"root8": 1 / 255, "root4": 1 / 15, "rootf8": 1 / 28}
+WIDEST = {
+    "int8": 1 / 127.5,
+    "int4": 1 / 7.5,
+    "f8": 1 / 28,
+    "root8": 1 / 255,
+    "root4": 1 / 15,
+    "rootf8": 1 / 28,
+}
 SLACK = 16 * halfstep.FORMATS["f32"].eps
 
 

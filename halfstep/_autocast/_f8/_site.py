@@ -130,7 +130,7 @@ class Site:
         for place in (0, 1):
             value, roles = operands[place], self.roles[place]
             which = int(place == self.weight)
-            factor, later = self.recipe.forward[which], self._later(place)
+            factor, later = self.recipe.forward[which], self.later(place)
             make = functools.partial(
                 written, value, scale=_scale(slot, which), compute=self.compute
             )
@@ -155,7 +155,7 @@ class Site:
             seen = [seen[1 - self.weight], seen[self.weight]]
         return made, (kept[0], kept[1]), seen
 
-    def _later(self, place: int) -> Factor | None:
+    def later(self, place: int) -> Factor | None:
         """How a factor is written for the leg that makes the other one's gradient."""
         leg = self.recipe.input_gradient if place == self.weight else self.recipe.weight_gradient
         if leg is None:
@@ -235,7 +235,7 @@ class Site:
         direct = self._is_direct([arrived, other])
         given = self._entering(arrived, factor, roles, self.out_shape, direct=direct)
         against = self._entering(
-            other, self._later(1 - place), turned, self.shapes[1 - place], direct=direct
+            other, self.later(1 - place), turned, self.shapes[1 - place], direct=direct
         )
         # A transposition that becomes part of the product gives it its name.
         with marked(direct=direct, quantized=factor is not None):
@@ -299,7 +299,7 @@ class _Derivative:
             turn = _key(slot, 6 + (1 - place == site.weight))
             against = read(
                 kept[1 - place],
-                site._later(1 - place),
+                site.later(1 - place),
                 roles,
                 site.shapes[1 - place],
                 site.compute,

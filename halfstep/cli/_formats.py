@@ -1,0 +1,119 @@
+"""`halfstep formats`: the number formats, and how each stores a number."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+
+from halfstep._formats import FORMATS, Format
+from halfstep._recipe import RECIPES
+from halfstep._tables import aligned
+from halfstep.cli._arguments import add_command
+from halfstep.cli._output import add_json, answer, kept_apart
+from halfstep.cli._stored import Stored, number, stored
+
+_DESCRIPTION = """\
+Print the number formats: how many bits, the largest and the smallest number, and
+the distance from 1 to the next one (eps). A policy names the first ones; those of
+8 and 4 bits belong to recipes such as f8, which keep a scale beside each array.
+
+With numbers, print how each format stores them: rounded to the nearest, as the
+hardware does, without a scale.
+
+The exit status is 0.
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand to the command."""
+    parser = add_command(
+        commands,
+        "formats",
+        run,
+        help="which number formats are there, and what do they store?",
+        description=_DESCRIPTION,
+        example="halfstep formats\nhalfstep formats 0.1 70000\nhalfstep formats -- -1e-8",
+    )
+    parser.add_argument(
+        "numbers", metavar="NUMBER", nargs="*", type=_number, help="such as 0.1, 1e-8 or 1/3"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    formats = _all()
+    with kept_apart(arguments):
+        found = {text: [stored(value, row) for row in formats] for text, value in arguments.numbers}
+    text = "\n\n".join(_of_number(*item) for item in found.items()) or _of_formats(formats)
+    made: dict[str, Any] = {"formats": [_facts(row) for row in formats]}
+    if found:
+        made["numbers"] = {name: [row.to_dict() for row in rows] for name, rows in found.items()}
+    answer(arguments, text, json.dumps(made, indent=2))
+    return 0
+
+
+def _all() -> tuple[Format, ...]:
+    """Those that a policy names, and those that only recipes use."""
+    legs = [
+        leg
+        for recipe in RECIPES.values()
+        for leg in (recipe.forward, recipe.input_gradient, recipe.weight_gradient)
+        if leg is not None
+    ]
+    elements = {factor.element: factor.dtype for leg in legs for factor in leg}
+    rows = [Format(name=name, dtype=dtype, aliases=()) for name, dtype in elements.items()]
+    known = sorted(FORMATS.values(), key=lambda row: (-row.bits, row.name))
+    return (*known, *sorted(rows, key=lambda row: (-row.bits, row.name)))
+
+
+def _facts(row: Format) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "dtype": row.dtype.name,
+        "bits": row.bits,
+        "exponent_bits": int(jnp.finfo(row.dtype).nexp),
+        "mantissa_bits": row.mantissa_bits,
+        "max": row.max,
+        "tiny": row.tiny,
+        "smallest": row.smallest,
+        "eps": row.eps,
+        "aliases": list(row.aliases),
+        "used_by": "policy" if row.name in FORMATS else "recipe",
+    }
+
+
+def _of_formats(formats: Sequence[Format]) -> str:
+    head = ["name", "dtype", "bits", "exponent", "mantissa", "largest"]
+    lines = [[*head, "smallest normal", "smallest", "eps", "of a", "also"]]
+    for row in formats:
+        facts = _facts(row)
+        lines.append(
+            [
+                row.name,
+                facts["dtype"],
+                *(str(facts[name]) for name in ("bits", "exponent_bits", "mantissa_bits")),
+                *(f"{facts[name]:.5g}" for name in ("max", "tiny", "smallest", "eps")),
+                facts["used_by"],
+                ", ".join(row.aliases),
+            ]
+        )
+    return aligned(lines, [False, False, *[True] * 7, False, False])
+
+
+def _of_number(text: str, rows: Sequence[Stored]) -> str:
+    lines = [["format", "stored", "relative error", "note", "sign exponent mantissa"]]
+    for row in rows:
+        error = "-" if row.error is None else f"{row.error:.2g}"
+        lines.append([row.format, f"{row.value:.17g}", error, row.note, row.bits])
+    return f"{text}\n{aligned(lines, [False, True, True, False, False])}"
+
+
+def _number(text: str) -> tuple[str, Fraction]:
+    try:
+        return text, number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,108 @@
+"""`halfstep formats`: the table, and how formats store numbers."""
+
+import json
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halfstep import FORMATS, RECIPES
+from halfstep.cli import main
+from halfstep.cli._formats import _all
+from halfstep.cli._stored import number, stored
+
+ROWS = {row.name: row for row in _all()}
+
+
+def test_every_format_is_there():
+    factors = {
+        factor.element
+        for recipe in RECIPES.values()
+        for leg in (recipe.forward, recipe.input_gradient, recipe.weight_gradient)
+        for factor in leg or ()
+    }
+    assert set(ROWS) == {*FORMATS, *factors}
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]):
+    assert main(["formats"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["name", "dtype", "bits", "exponent", "mantissa", "largest"]
+    cells = {line.split()[0]: line.split()[1:] for line in lines}
+    assert list(cells) == list(ROWS)
+    assert cells["f16"][:5] == ["float16", "16", "5", "10", "65504"]
+    # One sign, and the rest is shared out.
+    assert all(1 + int(row[2]) + int(row[3]) == int(row[1]) for row in cells.values())
+
+
+def test_numbers(capsys: pytest.CaptureFixture[str]):
+    assert main(["formats", "0.1", "70000"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert "bf16          0.10009765625" in first
+    assert "0 01011 1001100110" in first
+    assert "overflow: beyond 65504, the largest" in second
+    assert "saturated: the largest" in second
+
+
+def test_json(capsys: pytest.CaptureFixture[str]):
+    assert main(["formats", "1e5", "--json", "-"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in made["formats"]] == list(ROWS)
+    assert {row["format"]: row["value"] for row in made["numbers"]["1e5"]}["f16"] == "inf"
+    assert main(["formats", "--json", "-"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["formats"]
+
+
+@pytest.mark.parametrize("text", ["many", "1/0", "1e999999999", "nan"])
+def test_what_is_no_number(text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(["formats", text])
+    assert "required a number such as 0.1, 1e-8 or 1/3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16", "e4m3", "e5m2", "e2m1"])
+def test_every_number_of_a_format_is_stored_as_it_is(name: str):
+    row = ROWS[name]
+    width = np.uint16 if row.bits == 16 else np.uint8
+    # Of 16 bits every 37th, which meets every exponent and both signs.
+    patterns = np.arange(0, 2**row.bits, 37 if row.bits == 16 else 1, dtype=width)
+    for value in map(float, patterns.view(row.dtype)):
+        if math.isfinite(value):
+            made = stored(Fraction(value), row)
+            assert (made.value, made.error) == (value, 0.0)
+
+
+@pytest.mark.parametrize("name", ["f64", "f32", "bf16", "f16", "e5m2"])
+def test_between_two_numbers(name: str):
+    row = ROWS[name]
+    one, step = Fraction(1), Fraction(row.eps)
+    # Of two that are equally near, the even one; a hair decides, however thin.
+    assert stored(one + step / 2, row).value == 1
+    assert stored(one + step * 3 / 2, row).value == float(1 + 2 * step)
+    assert stored(one + step / 2 + Fraction(1, 10**60), row).value == float(1 + step)
+    assert stored(-one - step / 2 - Fraction(1, 10**60), row).value == -float(1 + step)
+    smallest = Fraction(row.smallest)
+    assert stored(smallest / 2, row).note.startswith("underflow")
+    assert stored(smallest * 3 / 4, row).value == row.smallest
+    assert stored(smallest * 5 / 4, row).note == "subnormal: fewer bits are left"
+    top = Fraction(row.max)
+    assert stored(top * (1 + step / 8), row).value == row.max
+    assert stored(top * (1 + step), row).value == math.inf
+
+
+def test_as_a_cast_stores_it():
+    # ml_dtypes casts float32 exactly, so that it can be compared with.
+    values = np.random.default_rng(0).standard_normal(200).astype(np.float32) * 100
+    for value in values:
+        for row in (ROWS["bf16"], ROWS["f16"], ROWS["e4m3"], ROWS["e5m2"]):
+            made = stored(Fraction(float(value)), row)
+            assert made.value == float(value.astype(row.dtype)), (value, row.name)
+    assert ROWS["e4m3"].dtype == ml_dtypes.float8_e4m3fn
+
+
+def test_what_is_written_is_exact():
+    assert number("1/3") == Fraction(1, 3)
+    assert number("0.1") == Fraction(1, 10)
+    assert stored(number("0"), ROWS["f16"]).note == "exact"
