@@ -16,7 +16,7 @@ def text(made: Mapping[str, Any]) -> str:
     peers = made["peers"]
     columns = {"feature": "", **{name: peer["name"] for name, peer in peers.items()}}
     parts, group = [], ""
-    for key, feature in FEATURES.items():
+    for feature in FEATURES.values():
         if feature.group != group:
             group = feature.group
             rows = [_row(k, f, peers) for k, f in FEATURES.items() if f.group == group]

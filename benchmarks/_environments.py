@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -74,10 +75,20 @@ def python_of(name: str, *, cache: pathlib.Path = CACHE) -> pathlib.Path:
     return python
 
 
+def packages_of(name: str, *, cache: pathlib.Path = CACHE) -> pathlib.Path:
+    """The folder of an environment's packages.
+
+    Raises:
+        MissingEnvironmentError: The environment cannot be made here.
+    """
+    return next((python_of(name, cache=cache).parents[1] / "lib").glob("python3*/site-packages"))
+
+
 def _uv(*command: str) -> None:
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
-        lines = [line.strip(" ×╰─▶│├") for line in made.stderr.splitlines()]
+        # What uv draws before its lines is left out.
+        lines = [re.sub(r"^\W+", "", line).strip() for line in made.stderr.splitlines()]
         raise MissingEnvironmentError(next((line for line in lines if line), "uv failed"))
 
 

@@ -97,7 +97,9 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
             SCALING,
             "A step in which the scale grows is like any other",
             "The same batch for six steps, in some of which the scale grows.",
-            ("tests/test_grad.py::TestPrecision::test_gradients_are_bit_equal_across_a_growth_step",),
+            (
+                "tests/test_grad.py::TestPrecision::test_gradients_are_bit_equal_across_a_growth_step",
+            ),
         ),
         "bounds": Feature(
             SCALING,

@@ -2,14 +2,15 @@
 
 import ast
 import dataclasses
-import pathlib
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-ROOT = pathlib.Path(__file__).parents[1]
+from benchmarks import PEERS, _environments
+from benchmarks._environments import ROOT, MissingEnvironmentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Benchmark:
     quick: tuple[str, ...] = ("--quick",)
     """What makes it small; empty if nothing does."""
     plots: bool = False
+    peers: tuple[str, ...] = ()
+    """Other libraries that it imports if they are there, by their environments."""
+    always: tuple[str, ...] = ()
+    """Options that it is given."""
 
     def about(self) -> str:
         """The first line of its docstring."""
@@ -28,7 +33,7 @@ class Benchmark:
 
     def command(self, out: str, images: str, *, quick: bool) -> list[str]:
         """What is run, from the root of the repository."""
-        made = ["-m", f"benchmarks.{self.name}", *(self.quick if quick else ())]
+        made = ["-m", f"benchmarks.{self.name}", *self.always, *(self.quick if quick else ())]
         made += ["--json", f"{out}/{self.name}.json"]
         if self.plots:
             made += ["--plot", f"{images}/{self.name}.png"]
@@ -39,17 +44,22 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
     {
         "comparison": (Benchmark("peers", ()),),
         "overhead": (
-            Benchmark("overhead", ("--rounds", "5", "--batch", "2")),
+            Benchmark(
+                "overhead",
+                ("--rounds", "5", "--batch", "2"),
+                peers=("mpx", "jmp"),
+                always=("--peers",),
+            ),
             Benchmark("autocast"),
         ),
-        "memory": (Benchmark("memory", plots=True), Benchmark("release")),
+        "memory": (Benchmark("memory", plots=True, peers=("mpx",)), Benchmark("release")),
         "optimizers": (
-            Benchmark("optimizers"),
+            Benchmark("optimizers", peers=("flashoptim_jax",)),
             Benchmark("optim_cpu", ("--rounds", "5", "--size", "256")),
             Benchmark("optim_training", plots=True),
         ),
         "fp8": (
-            Benchmark("fp8"),
+            Benchmark("fp8", peers=("qwix",)),
             Benchmark("fp8_memory"),
             Benchmark("fp8_training", plots=True),
             Benchmark("fp8_outliers", plots=True),
@@ -114,9 +124,19 @@ def run(benchmarks: Sequence[Benchmark], out: str, images: str, *, quick: bool) 
         print(f"[{number}/{len(benchmarks)}] {one.name}: {one.about()}", flush=True)
         begun = time.monotonic()
         command = [sys.executable, *one.command(out, images, quick=quick)]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        environment = {**os.environ, PEERS: os.pathsep.join(_folders(one.peers))}
+        code = subprocess.run(command, cwd=ROOT, check=False, env=environment).returncode
         said = "done" if code == 0 else f"FAILED with exit status {code}"
         print(f"[{number}/{len(benchmarks)}] {one.name}: {said}, {time.monotonic() - begun:.0f} s")
         if code:
             failed.append(one.name)
     return failed
+
+
+def _folders(peers: Sequence[str]) -> Iterator[str]:
+    """Where the packages of other libraries lie; one that cannot be installed is left out."""
+    for name in peers:
+        try:
+            yield str(_environments.packages_of(name))
+        except MissingEnvironmentError as error:
+            print(f"{name} is left out: {error}", flush=True)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers --json FILE
 
-mpx, jmp, jaxamp, flashoptim-jax, qwix, torch.amp and Keras are installed by `uv` with exact versions,
-each apart from the others. The probes are small programs that look at results; halfstep is probed
-by the same ones. The exit status is 1 if a probe itself fails. Nothing is timed.
+mpx, jmp, jaxamp, flashoptim-jax, qwix, torch.amp and Keras are installed by `uv` with exact
+versions, each apart from the others. The probes are small programs that look at results; halfstep
+is probed by the same ones. The exit status is 1 if a probe itself fails. Nothing is timed.
 """
 
 import pathlib
@@ -35,15 +35,12 @@ PEERS: Mapping[str, str] = MappingProxyType(
         "keras": "Keras",
     }
 )
-ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"jaxamp": ("jaxamp_newest", "newest")}
-)
+ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType({"jaxamp": ("jaxamp_newest", "newest")})
 """A probe that has another environment than the others of its library."""
 # XLA:CPU may otherwise compute 16 bits in float32 and leave out the rounding in between.
 SETTINGS: Mapping[str, str] = MappingProxyType(
     {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 "
-        "--xla_allow_excess_precision=false",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_allow_excess_precision=false",
         "JAX_PLATFORMS": "cpu",
     }
 )

@@ -284,7 +284,7 @@ def bounds(library: Library) -> Found:
 
     @jax.jit
     def step(scaling: Any, x: Any) -> Any:
-        _, _, scaling, finite, grads = library.gradient(dot, scaling)(jnp.ones(2), x)
+        _, _, scaling, _, grads = library.gradient(dot, scaling)(jnp.ones(2), x)
         return scaling, grads
 
     parts, good = [], 0

@@ -142,7 +142,9 @@ def imports_without_a_device(package: str) -> Found:
     works = "works with a platform that does not exist."
     return decide(
         not made.returncode,
-        f"`import {package}` {works}" if not made.returncode else f"`import {package}`: {last[:80]}...",
+        f"`import {package}` {works}"
+        if not made.returncode
+        else f"`import {package}`: {last[:80]}...",
     )
 
 

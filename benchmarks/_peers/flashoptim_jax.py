@@ -1,16 +1,17 @@
 """flashoptim-jax: optimizers whose state is compressed, and nothing else."""
 
-# pyright: reportMissingImports=false
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import flashoptim_jax
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._peers import _jax, _probe
+
+flashoptim_jax: Any = importlib.import_module("flashoptim_jax")
 
 SHAPE = (1024, 1024)
 

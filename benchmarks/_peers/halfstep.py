@@ -14,9 +14,7 @@ from halfstep import debug, optim
 POLICY = "f16"
 
 
-def gradient(
-    loss: Callable[..., Any], scaling: Any, has_aux: bool = False, **options: Any
-) -> Any:
+def gradient(loss: Callable[..., Any], scaling: Any, has_aux: bool = False, **options: Any) -> Any:
     def call(*args: Any) -> Any:
         func = halfstep.filter_value_and_grad(
             loss, scaling, policy=POLICY, has_aux=has_aux, **options
@@ -108,7 +106,7 @@ def release() -> _probe.Found:
         last=lambda outer, x, batch: jnp.mean(jnp.square(x)),
     )
     params = {"outer": {"enter": jnp.eye(4)}, "layers": {"w": jnp.full((3, 4, 4), 0.1)}}
-    loss, new, _ = jax.jit(step)(params, step.init(params), _jax.X)
+    _, new, _ = jax.jit(step)(params, step.init(params), _jax.X)
     moved = int(jnp.sum(jnp.any(new["layers"]["w"] != params["layers"]["w"], axis=(1, 2))))
     return _probe.decide(moved == 3, f"A step of `optim.release` moves {moved} of 3 layers.")
 

@@ -1,15 +1,16 @@
 """jaxamp, with the step of its README, on the JAX that it was written for."""
 
-# pyright: reportMissingImports=false
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxamp
 import optax
 
 from benchmarks._peers import _jax, _probe
+
+jaxamp: Any = importlib.import_module("jaxamp")
 
 
 def gradient(loss: Callable[..., Any], scaling: Any, has_aux: bool = False) -> Any:

@@ -1,15 +1,16 @@
 """jmp, with the glue of its README."""
 
-# pyright: reportMissingImports=false
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 
 from benchmarks._peers import _jax, _probe
+
+jmp: Any = importlib.import_module("jmp")
 
 POLICY = jmp.get_policy("params=float32,compute=float16,output=float32")
 

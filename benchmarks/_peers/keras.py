@@ -1,17 +1,18 @@
 """Keras on JAX, with the policy `mixed_float16` and `LossScaleOptimizer`."""
 
-# pyright: reportMissingImports=false
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._peers import _jax, _probe
+
+keras: Any = importlib.import_module("keras")
 
 keras.config.set_dtype_policy("mixed_float16")
 PARTS = (keras.mixed_precision, keras.dtype_policies, keras.optimizers)
@@ -302,7 +303,8 @@ def checkpoint() -> _probe.Found:
     optimizer.save_own_variables(store)
     other, _ = made(2.0**12, 5)
     other.load_own_variables(store)
-    same = [bool((a.value == b.value).all()) for a, b in zip(optimizer.variables, other.variables)]
+    pairs = zip(optimizer.variables, other.variables, strict=True)
+    same = [bool((a.value == b.value).all()) for a, b in pairs]
     return _probe.count(
         sum(same), len(same), f"`save_own_variables`: {sum(same)} of {len(same)} come back."
     )
@@ -353,7 +355,8 @@ def eight() -> _probe.Found:
     low, _ = _jax.in_8_bits(func, *args)
     text = str(jax.make_jaxpr(func)(*args))
     casts = [name for name in ("f8_e4m3fn", "f8_e5m2") if name in text]
-    assert low.answer == "no" and len(casts) == 2, (low, casts)
+    assert low.answer == "no", low
+    assert len(casts) == 2, casts
     return _probe.Found(
         "partly",
         f"Operands are rounded to {' and '.join(casts)} and back, forward and backward; the "

@@ -1,15 +1,16 @@
 """qwix, on a function as the body of a Linen module, with products in 8 bits."""
 
-# pyright: reportMissingImports=false
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import qwix
 from flax import linen
 
 from benchmarks._peers import _jax, _probe
+
+qwix: Any = importlib.import_module("qwix")
 
 RULE = qwix.QtRule(
     op_names=("dot_general",),
@@ -51,7 +52,7 @@ LIBRARY = _jax.Library(
 def _dense(provider: Any) -> tuple[Any, Any]:
     layer, x = linen.Dense(32, use_bias=False), jnp.ones((16, 32))
     params = layer.init(jax.random.key(0), x)
-    net = layer if provider is None else qwix.quantize_model(layer, provider)
+    net: Any = qwix.quantize_model(layer, provider)
     return jax.grad(lambda p, x: jnp.sum(jnp.tanh(net.apply(p, x))), argnums=(0, 1)), (params, x)
 
 

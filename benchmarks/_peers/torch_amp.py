@@ -1,16 +1,16 @@
 """torch.amp on a CPU: `autocast` and `GradScaler`."""
 
-# pyright: reportMissingImports=false
+import importlib
 import importlib.util
 import math
 import socket
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
-
 from benchmarks._peers import _probe
+
+torch: Any = importlib.import_module("torch")
+importlib.import_module("torch.utils.checkpoint")
 
 NO_JAX = "It is no library for JAX."
 
@@ -101,8 +101,8 @@ def shared() -> _probe.Found:
     """A weight that 4096 turns share."""
     w, x = weight(), torch.ones(4096)
     with autocast():
-        total = sum((w * x[i]).float() for i in range(4096))
-    total.backward()  # pyright: ignore[reportAttributeAccessIssue]
+        total: Any = sum((w * x[i]).float() for i in range(4096))
+    total.backward()
     return _probe.decide(float(w.grad) == 4096, f"It is {float(w.grad):g}, exactly 4096.")
 
 
@@ -194,9 +194,7 @@ def skip() -> _probe.Found:
     bad = torch.full((8,), 0.5)
     bad[3] = math.inf
     step(one, w, optimizer, bad)
-    same = [
-        torch.equal(a, b) for a, b in zip(kept, [w, *optimizer.state[w].values()], strict=True)
-    ]
+    same = [torch.equal(a, b) for a, b in zip(kept, [w, *optimizer.state[w].values()], strict=True)]
     return _probe.decide(
         all(same),
         f"After a bad batch {sum(same)} of {len(same)} tensors of parameters and AdamW's state are "
@@ -269,7 +267,9 @@ def checkpoint() -> _probe.Found:
         for _ in range(12):
             step(each, w, optimizer, torch.full((2,), 0.5))
         seen.append(each.get_scale())
-    return _probe.decide(seen[0] == seen[1], f"`state_dict`: both go on to {seen[0]:g}, {seen[1]:g}.")
+    return _probe.decide(
+        seen[0] == seen[1], f"`state_dict`: both go on to {seen[0]:g}, {seen[1]:g}."
+    )
 
 
 def rules() -> _probe.Found:

@@ -9,7 +9,13 @@ import shutil
 import pytest
 
 from benchmarks import _comparison, peers, render
-from benchmarks._environments import ENVIRONMENTS, ROOT, MissingEnvironmentError, python_of, run_with
+from benchmarks._environments import (
+    ENVIRONMENTS,
+    ROOT,
+    MissingEnvironmentError,
+    python_of,
+    run_with,
+)
 from benchmarks._features import FEATURES
 from benchmarks._peers._probe import ANSWERS, absent, error_of, names
 
@@ -79,14 +85,15 @@ def test_failures_are_found():
     assert peers.failures({"a": {"found": found}, "b": {"not_run": "no wheel"}}) == []
     del found["why"]
     found["skip"] = {"answer": "error", "evidence": "AssertionError: no"}
-    assert peers.failures({"a": {"found": found}}) == ["a, skip: AssertionError: no", "a, why: no probe"]
+    assert peers.failures({"a": {"found": found}}) == [
+        "a, skip: AssertionError: no",
+        "a, why: no probe",
+    ]
 
 
 def test_what_cannot_be_installed_is_not_run(tmp_path: pathlib.Path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert peers.probe("jmp", cache=tmp_path) == {
-        "not_run": "uv is not installed: pip install uv"
-    }
+    assert peers.probe("jmp", cache=tmp_path) == {"not_run": "uv is not installed: pip install uv"}
     result = {"peers": {**RESULT["peers"], "jmp": {"name": "jmp", "not_run": "no wheel"}}}
     page = _comparison.text(result)
     assert "| not run |" in page
@@ -95,10 +102,10 @@ def test_what_cannot_be_installed_is_not_run(tmp_path: pathlib.Path, monkeypatch
 
 def test_what_uv_says_is_the_reason(tmp_path: pathlib.Path, monkeypatch):
     uv = tmp_path / "uv"
-    uv.write_text("#!/bin/sh\necho '  × No solution found' >&2\nexit 1\n")
+    uv.write_text("#!/bin/sh\necho '  * No solution found' >&2\nexit 1\n")
     uv.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(uv))
-    with pytest.raises(MissingEnvironmentError, match="^No solution found$"):
+    with pytest.raises(MissingEnvironmentError, match=r"^No solution found$"):
         python_of("jmp", cache=tmp_path)
 
 
@@ -106,7 +113,7 @@ def test_a_program_that_fails_is_no_answer(tmp_path: pathlib.Path):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho 'Traceback: it broke' >&2\nexit 3\n")
     program.chmod(0o755)
-    with pytest.raises(RuntimeError, match="some.module failed:\nTraceback: it broke"):
+    with pytest.raises(RuntimeError, match=r"some\.module failed:\nTraceback: it broke"):
         run_with(program, "some.module")
     program.write_text("#!/bin/sh\necho Hello\necho '{\"a\": 1}'\n")
     assert run_with(program, "some.module") == {"a": 1}

@@ -26,7 +26,7 @@ def test_every_module_is_in_one_group():
 @pytest.mark.parametrize("one", list(_suite.every()), ids=lambda one: one.name)
 def test_each_has_the_options_that_it_is_given(one: Benchmark, capsys: pytest.CaptureFixture):
     module = importlib.import_module(f"benchmarks.{one.name}")
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         module.main(["--help"])
     said = capsys.readouterr().out
     given = [word for word in one.command("out", "images", quick=True) if word.startswith("--")]
@@ -38,7 +38,7 @@ def test_names_and_groups():
     assert [one.name for one in _suite.chosen(["debug"])] == ["debug", "bisect"]
     assert [one.name for one in _suite.chosen(["bisect", "fp8_memory"])] == ["fp8_memory", "bisect"]
     assert _suite.chosen([]) == list(_suite.every())
-    with pytest.raises(ValueError, match="no benchmark or group is named speed. There are the"):
+    with pytest.raises(ValueError, match=r"no benchmark or group is named speed\. There are the"):
         _suite.chosen(["speed"])
 
 
@@ -50,7 +50,7 @@ def test_list(capsys: pytest.CaptureFixture):
 
 
 def test_an_unknown_name(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         command.main(["speed"])
     assert "no benchmark or group is named speed" in capsys.readouterr().err
 
@@ -93,9 +93,12 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
 def test_quick_results_go_elsewhere(ran, monkeypatch, tmp_path):
     monkeypatch.setattr(render, "main", lambda argv: pytest.fail("wrote the docs"))
     assert command.main(["--quick", "scale"]) == 0
-    assert ran == [
-        ["-m", "benchmarks.scale", "--quick", "--json", ".cache/benchmarks/scale.json"]
-        + ["--plot", ".cache/benchmarks/scale.png"]
+    assert ran[0][2:] == [
+        "--quick",
+        "--json",
+        ".cache/benchmarks/scale.json",
+        "--plot",
+        ".cache/benchmarks/scale.png",
     ]
     assert command.main(["--out", "elsewhere", "fp8_memory"]) == 0
     assert ran[-1][-1] == "elsewhere/fp8_memory.json"
