@@ -23,7 +23,7 @@ RESULT = json.loads((render.RESULTS / "peers.json").read_text())
 
 
 @functools.cache
-def tests_of(file: str) -> frozenset[str]:
+def written_in(file: str) -> frozenset[str]:
     """The tests of a file, by the names that pytest gives them."""
     path = ROOT / file
     found = set()
@@ -38,7 +38,7 @@ def tests_of(file: str) -> frozenset[str]:
 
 def is_there(test: str) -> bool:
     file, _, name = test.partition("::")
-    return name in tests_of(file) and name.rpartition("::")[2].startswith("test_")
+    return name in written_in(file) and name.rpartition("::")[2].startswith("test_")
 
 
 @pytest.mark.parametrize("key", FEATURES)
