@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks._pictures import save
 from examples._plot import STYLES, draw, smooth
 
 # In the lower panel the two lie on one another, with bands around both.
@@ -84,8 +85,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     figure.legend(
         list(named.values()), list(named), loc="outside upper center", ncols=5, frameon=False
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path, made)
 
 
 def styles_of(policies: Sequence[str]) -> dict[str, Mapping[str, Any]]:

@@ -8,6 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks._pictures import save
+
 TARGET, CARD, GEMM = "h100", "rtx4070", "library"
 
 # Colors that stay apart for color-blind readers. Lines of one format lie on one another: the one
@@ -68,7 +70,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     panels[1, 0].set_ylabel("memory traffic a step (GiB)")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path, made)
 
 
 def lines(axes: Axes, rows: list[dict[str, Any]], key: str) -> None:

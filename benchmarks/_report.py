@@ -23,6 +23,25 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
+def machine() -> dict[str, Any]:
+    """What ran it, without what would name this one machine."""
+    return {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
+    }
+
+
+def _processor() -> str:
+    """The model of the processor, where the system says it."""
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or "unknown"
+
+
 def parser(module: str, description: str) -> argparse.ArgumentParser:
     """An argument parser with `--json`, which every benchmark has."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
@@ -41,7 +60,7 @@ def report(module: str, results: dict[str, Any], *, packages: tuple[str, ...]) -
     return {
         "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
         "versions": versions("halfstep", "jax", "jaxlib", "equinox", "optax", *packages),
-        "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
+        "machine": machine(),
         **results,
     }
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks._pictures import save
 from benchmarks._scale_steps import ALL
 from benchmarks._scale_tables import Row, sent
 
@@ -46,7 +47,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     figure.legend(
         handles=legend(rows), loc="outside upper center", ncols=4, frameon=False, fontsize=9
     )
-    figure.savefig(path, dpi=150)
+    save(figure, path, made)
 
 
 def draw(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks._images import markdown
 from benchmarks._report import table
 from benchmarks._scale_steps import ALL, GROUP, GROUPS
 from halfstep._preflight import ACCELERATORS
@@ -238,7 +239,7 @@ def text(made: Mapping[str, Any]) -> str:
             pivot(rows, lambda row: mebibytes(divided(row))),
             "**Sent** by each device in a step, in MiB:",
             pivot(rows, lambda row: mebibytes(sent(row))),
-            "![Memory and sent bytes of a device over the number of devices](images/scale.png)",
+            markdown("Memory and sent bytes of a device over the number of devices", "scale"),
             "**In words:**",
             words(rows, sizes),
             f"**By kind and dtype**, payload in MiB of the model of {first}; what is below one MiB "

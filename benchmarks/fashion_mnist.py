@@ -30,10 +30,11 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax
 
+from benchmarks._pictures import save
 from benchmarks._report import parser, report
 from examples._data import FASHION_MNIST, load_fashion_mnist
 from examples._log import Record
-from examples._plot import plot_curves
+from examples._plot import draw_curves
 from examples._vit import PRESETS
 from examples.vit_fashion_mnist import Config, make_optimizer, train
 
@@ -173,7 +174,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
             runs[run["policy"]].append(rows(run["curve"]))
     seeds = len(runs["f32"])
     title = f"ViT on Fashion-MNIST: mean of {seeds} seeds, band from the lowest to the highest"
-    plot_curves(runs, path, title=title, others=others)
+    save(draw_curves(runs, title=title, others=others), path, made, dpi=140)
 
 
 def show(made: Mapping[str, Any], file: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""What halfstep's wrapper costs, beside the step written by hand, mpx and jmp.
+"""What halfstep's wrapper costs, beside the step written by hand, mpx, jmp and jaxamp.
 
 Two exact figures from the compiled program, instructions and temporary memory, and ratios of times
 from interleaved runs in one process. The reference is the hand-written float16 step *without* a
@@ -8,63 +8,31 @@ hand-written step that is safe, by a select for each leaf.
 
 import functools
 import importlib.util
-import re
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from tqdm import tqdm
 
 import halfstep
+from benchmarks import _environments
+from benchmarks._environments import MissingEnvironmentError
+from benchmarks._peers import _overhead
+from benchmarks._peers._overhead import (
+    GATED as GATED,
+    MODEL,
+    OPTIMIZER,
+    REFERENCE,
+    hand_written,
+    instructions as instructions,
+    plain,
+    with_jmp,
+    with_mpx,
+)
 from benchmarks._report import parser, report, table, write
-from benchmarks._vit import ViT, loss
+from benchmarks._vit import loss
 
 MODULE = "benchmarks.overhead"
-MODEL = {"width": 128, "hidden": 384, "heads": 4, "blocks": 2}
-OPTIMIZER = optax.adamw(1e-3)
-REFERENCE = "by hand, no gate"
-GATED = "by hand, select"
-Step = Callable[..., Any]
-
-
-def cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
-
-
-def by_hand(
-    gate: str, params: Any, state: Any, scale: Any, count: Any, x: Any, y: Any, static: Any
-):
-    """The step as one writes it without a library: cast, scale, differentiate, unscale, gate."""
-
-    def scaled(params):
-        model = eqx.combine(cast(params, jnp.float16), static)
-        value = loss(model, x.astype(jnp.float16), y)
-        return value * scale, value
-
-    grads, value = jax.grad(scaled, has_aux=True)(params)
-    grads = jax.tree.map(lambda g: g * (1 / scale), grads)
-
-    def update(params, state):
-        updates, state = OPTIMIZER.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    if gate == "none":
-        return *update(params, state), scale, count, value
-    finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-    if gate == "select":
-        new = update(params, state)
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-    else:
-        new = jax.lax.cond(finite, update, lambda *old: old, params, state)
-    grow = count == 1999
-    scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.maximum(scale / 2, 1))
-    return *new, scale, jnp.where(finite & ~grow, count + 1, 0), value
 
 
 def with_halfstep(gate: Any, params: Any, state: Any, scaling: Any, ledger: Any, x, y, static):
@@ -81,51 +49,10 @@ def with_halfstep(gate: Any, params: Any, state: Any, scaling: Any, ledger: Any,
     return eqx.filter(model, eqx.is_inexact_array), state, scaling, ledger, value
 
 
-def with_mpx(params: Any, state: Any, scaling: Any, count: Any, x: Any, y: Any, static: Any):
-    """The same step with mpx."""
-    import mpx
-
-    model = eqx.combine(params, static)
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, x, y)
-    model, state = mpx.optimizer_update(model, OPTIMIZER, state, grads, finite)
-    return eqx.filter(model, eqx.is_inexact_array), state, scaling, count, value
-
-
-def with_jmp(params: Any, state: Any, scale: Any, count: Any, x: Any, y: Any, static: Any):
-    """The same step with jmp and the glue its README shows."""
-    import jmp
-
-    # Its loss scale cannot be lowered as an argument, so it enters as its two arrays.
-    scaling = jmp.DynamicLossScale(scale, count)
-
-    policy = jmp.get_policy("p=f32,c=f16,o=f32")
-
-    def scaled(params):
-        cast_params, cast_x = policy.cast_to_compute((params, x))
-        value = loss(eqx.combine(cast_params, static), cast_x, y)
-        return scaling.scale(value), value
-
-    grads, value = jax.grad(scaled, has_aux=True)(params)
-    grads = scaling.unscale(grads)
-    finite = jmp.all_finite(grads)
-    updates, new_state = OPTIMIZER.update(grads, state, params)
-    new = (optax.apply_updates(params, updates), new_state)
-    params, state = jmp.select_tree(finite, new, (params, state))
-    scaling = scaling.adjust(finite)
-    return params, state, scaling.loss_scale, scaling.counter, value
-
-
-def variants() -> dict[str, tuple[Step, Callable[[], tuple[Any, Any]]]]:
+def variants() -> dict[str, Any]:
     """Each step, and the scaling and counter state it begins with."""
-    scale = lambda: (jnp.float32(2.0**10), jnp.int32(0))  # noqa: E731
     ours = lambda: (halfstep.DynamicLossScaling(2.0**10), halfstep.Ledger())  # noqa: E731
-    made: dict[str, tuple[Step, Callable[[], tuple[Any, Any]]]] = {
-        f"by hand, {'no gate' if gate == 'none' else gate}": (
-            functools.partial(by_hand, gate),
-            scale,
-        )
-        for gate in ("none", "select", "cond")
-    }
+    made: dict[str, Any] = dict(hand_written())
     for gate in ("loop", "cond", "select"):
         name = "halfstep" if gate == "loop" else f'halfstep, gate="{gate}"'
         made[name] = (functools.partial(with_halfstep, gate), ours)
@@ -140,65 +67,31 @@ def variants() -> dict[str, tuple[Step, Callable[[], tuple[Any, Any]]]]:
     except ImportError:
         print("mpx is not installed and left out: pip install mixed-precision-for-JAX")
     if importlib.util.find_spec("jmp") is not None:
-        made["jmp"] = (with_jmp, scale)
+        made["jmp"] = (with_jmp, plain)
     else:
         print("jmp is not installed and left out: pip install jmp")
     return made
-
-
-def instructions(text: str) -> int:
-    """HLO instructions in an optimized program, those inside of fusions included."""
-    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.MULTILINE))
 
 
 def measure(
     *, rounds: int, batch: int, options: dict[str, int], only: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     """One row for each variant: exact figures of its program and its interleaved time ratio."""
-    key = jax.random.key(0)
-    params, static = eqx.partition(ViT(**options, key=key), eqx.is_inexact_array)
-    x, y = jax.random.normal(key, (batch, 32, 32, 3)), jnp.arange(batch)
-    state = OPTIMIZER.init(params)
-    rows, programs, carried = [], {}, {}
     chosen = {name: made for name, made in variants().items() if not only or name in only}
-    for name, (step, begin) in tqdm(chosen.items(), desc="compile", unit="step"):
-        carried[name] = jax.tree.map(jnp.copy, (params, state, *begin()))
-        jitted = jax.jit(functools.partial(step, static=static), donate_argnums=(0, 1, 2, 3))
-        start = time.perf_counter()
-        program = jitted.lower(*carried[name], x, y).compile()
-        seconds = time.perf_counter() - start
-        memory = program.memory_analysis()
-        text = program.as_text()
-        if memory is None or text is None:
-            raise SystemExit("this backend does not report memory or HLO")
-        programs[name] = program
-        rows.append(
-            {
-                "step": name,
-                "instructions": instructions(text),
-                "temporaries": memory.temp_size_in_bytes,
-                "compile_seconds": round(seconds, 2),
-            }
-        )
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    rng = np.random.default_rng(0)
-    for _ in tqdm(range(rounds), desc="time", unit="round"):
-        # A new order each round, so that no variant always follows the same one.
-        for name in rng.permutation(list(programs)):
-            start = time.perf_counter()
-            out = jax.block_until_ready(programs[name](*carried[name], x, y))
-            times[name].append(time.perf_counter() - start)
-            carried[name] = out[:4]
-    base = next(row for row in rows if row["step"] == REFERENCE)
-    for row in rows:
-        row["instruction_ratio"] = round(row["instructions"] / base["instructions"], 3)
-        row["temporary_ratio"] = round(row["temporaries"] / base["temporaries"], 4)
-        for name, other in (("time_ratio", REFERENCE), ("time_ratio_to_gated", GATED)):
-            if rounds and other in times:
-                pairs = zip(times[row["step"]], times[other], strict=True)
-                ratios = [mine / theirs for mine, theirs in pairs]
-                row[name] = round(statistics.median(ratios[rounds // 10 :]), 3)
-    return rows
+    return _overhead.measure(chosen, rounds=rounds, batch=batch, options=options, progress=tqdm)
+
+
+def elsewhere(*, rounds: int, batch: int) -> list[dict[str, Any]]:
+    """The row of jaxamp, beside the step by hand on the JAX that it needs."""
+    argv = ["jaxamp", "--rounds", str(rounds), "--batch", str(batch)]
+    settings = {"JAX_PLATFORMS": "cpu"}
+    try:
+        made = _environments.run("jaxamp", "benchmarks._peers._overhead", argv, settings=settings)
+    except MissingEnvironmentError as error:
+        print(f"jaxamp is left out: {error}")
+        return []
+    versions = made["versions"]
+    return [{**made["row"], "step": f"jaxamp, on JAX {versions['jax']}", "versions": versions}]
 
 
 COLUMNS = {
@@ -216,8 +109,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parser(MODULE, __doc__ or "")
     arguments.add_argument("--rounds", type=int, default=200, help="interleaved timed runs of each")
     arguments.add_argument("--batch", type=int, default=16)
+    arguments.add_argument(
+        "--peers", action="store_true", help="also jaxamp, in an environment of its own"
+    )
     parsed = arguments.parse_args(argv)
     rows = measure(rounds=parsed.rounds, batch=parsed.batch, options=MODEL)
+    if parsed.peers:
+        rows += elsewhere(rounds=parsed.rounds, batch=parsed.batch)
     results = report(
         MODULE,
         {

@@ -1,7 +1,8 @@
 """Write the tables in the docs from the results: `python -m benchmarks.render [--check]`.
 
 A page says `<!-- numbers: NAME -->` where the table of `benchmarks/results/NAME.json` goes; it ends
-at `<!-- end of numbers -->`. Nobody writes a measured number into a page by hand.
+at `<!-- end of numbers -->`. Nobody writes a measured number into a page by hand: `--check` also
+looks for such, and for pictures that were drawn from other results.
 """
 
 import argparse
@@ -10,11 +11,16 @@ import math
 import pathlib
 import re
 import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from benchmarks import _numbers, pictures
+from benchmarks._comparison import text as peers_text
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
 from benchmarks._hardening import fuzz_text, soak_text
+from benchmarks._images import markdown
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
@@ -79,7 +85,7 @@ def fashion_mnist(result: dict[str, Any]) -> str:
         f"{forced['initial_loss_scale']:,.0f}, far too high: it skipped {forced['skipped']} steps "
         f"and reached {forced['test_accuracy_percent']:.2f} %."
     )
-    image = "![Loss, accuracy and loss scale of the three policies](images/fashion_mnist.png)"
+    image = markdown("Loss, accuracy and loss scale of the three policies", "fashion_mnist")
     return f"{table(rows, columns)}\n\n{text}\n\n{image}"
 
 
@@ -140,7 +146,7 @@ def memory(result: dict[str, Any]) -> str:
             f"The largest batch of the {model} on an RTX 4070, in multiples of 32:",
             table(found, largest_columns),
         ]
-    parts.append("![Peak memory and traffic of each step over the batch](images/memory.png)")
+    parts.append(markdown("Peak memory and traffic of each step over the batch", "memory"))
     return "\n\n".join(parts)
 
 
@@ -308,20 +314,20 @@ def autocast(result: dict[str, Any]) -> str:
 def training(result: dict[str, Any]) -> str:
     return _trained(
         result,
-        "![Loss of the three precisions, and the difference to float32](images/training.png)",
+        markdown("Loss of the three precisions, and the difference to float32", "training"),
     )
 
 
 def optim_training(result: dict[str, Any]) -> str:
     return _trained(
-        result, "![Loss of both optimizers, and the difference](images/optim_training.png)"
+        result, markdown("Loss of both optimizers, and the difference", "optim_training")
     )
 
 
 def fp8_training(result: dict[str, Any]) -> str:
     return _trained(
         result,
-        "![Loss of the recipes, and the difference to bfloat16](images/fp8_training.png)",
+        markdown("Loss of the recipes, and the difference to bfloat16", "fp8_training"),
         base="bf16",
     )
 
@@ -333,8 +339,8 @@ def fp8_outliers(result: dict[str, Any]) -> str:
         f"{about['massive']:,.0f} beside its own {about['sizes']['width']} or, the last of a "
         f"block, {4 * about['sizes']['width']}."
     )
-    image = (
-        "![Loss with massive activations, and the difference to bfloat16](images/fp8_outliers.png)"
+    image = markdown(
+        "Loss with massive activations, and the difference to bfloat16", "fp8_outliers"
     )
     return f"{_trained(result, image, base='bf16')}\n\n{text}"
 
@@ -350,10 +356,6 @@ def fp8_memory(result: dict[str, Any]) -> str:
         f"{small['width']}: means of {result['seeds']} random initializations and batches."
     )
     return f"{table(fp8_memory_lines(result), FP8_MEMORY_COLUMNS)}\n\n{text}"
-
-
-def faults(result: dict[str, Any]) -> str:
-    return fault_text(result)
 
 
 def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
@@ -451,14 +453,6 @@ def optim_cpu(result: dict[str, Any]) -> str:
     return f"{table(rows, columns)}\n\n{text}"
 
 
-def fp8(result: dict[str, Any]) -> str:
-    return f8_text(result)
-
-
-def scale(result: dict[str, Any]) -> str:
-    return scale_text(result)
-
-
 def debug(result: dict[str, Any]) -> str:
     columns = {
         "model": "model",
@@ -519,45 +513,39 @@ def bisect(result: dict[str, Any]) -> str:
     )
 
 
-def soak(result: dict[str, Any]) -> str:
-    return soak_text(result)
-
-
-def fuzz(result: dict[str, Any]) -> str:
-    return fuzz_text(result)
-
-
-RENDERERS = (
-    overhead,
-    fashion_mnist,
-    memory,
-    autocast,
-    training,
-    optim_training,
-    fp8_training,
-    fp8_outliers,
-    fp8_memory,
-    optimizers,
-    optim_cpu,
-    release,
-    fp8,
-    debug,
-    bisect,
-    faults,
-    soak,
-    fuzz,
-    scale,
+RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
+    {
+        "autocast": autocast,
+        "bisect": bisect,
+        "debug": debug,
+        "fashion_mnist": fashion_mnist,
+        "faults": fault_text,
+        "fp8": f8_text,
+        "fp8_memory": fp8_memory,
+        "fp8_outliers": fp8_outliers,
+        "fp8_training": fp8_training,
+        "fuzz": fuzz_text,
+        "memory": memory,
+        "optim_cpu": optim_cpu,
+        "optim_training": optim_training,
+        "optimizers": optimizers,
+        "overhead": overhead,
+        "peers": peers_text,
+        "release": release,
+        "scale": scale_text,
+        "soak": soak_text,
+        "training": training,
+    }
 )
 
 
 def render(page: str) -> str:
     """A page with every marked table written anew."""
-    renderers = {renderer.__name__: renderer for renderer in RENDERERS}
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
         result = json.loads((RESULTS / f"{name}.json").read_text())
-        body = f"{renderers[name](result)}\n\n{made_by(result)}"
+        body = f"{RENDERERS[name](result)}\n\n{made_by(result)}"
         return f"<!-- numbers: {name} -->\n\n{body}\n\n{END}\n"
 
     return MARK.sub(replace, page)
@@ -577,7 +565,10 @@ def main(argv: list[str] | None = None) -> int:
                 path.write_text(new)
     for path in stale:
         print(f"{'stale' if check else 'wrote'}: {path.relative_to(DOCS.parent)}")
-    return 1 if check and stale else 0
+    wrong = [*_numbers.wrong(_numbers.pages()), *pictures.stale()] if check else []
+    for line in wrong:
+        print(line)
+    return 1 if check and (stale or wrong) else 0
 
 
 if __name__ == "__main__":

@@ -102,6 +102,17 @@ def plot_curves(
         title: A line above the picture.
         others: Runs by label whose loss scale is drawn too.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_curves(runs, title=title, others=others).savefig(path, dpi=140)
+
+
+def draw_curves(
+    runs: Mapping[str, Sequence[Sequence[Record]]],
+    *,
+    title: str,
+    others: Mapping[str, Sequence[Record]] = MappingProxyType({}),
+) -> Figure:
+    """The picture of the recorded runs of each policy."""
     figure = Figure(figsize=(12.5, 4.0), layout="constrained")
     loss_axes, accuracy_axes, scale_axes = figure.subplots(1, 3)
     for name, group in runs.items():
@@ -123,8 +134,7 @@ def plot_curves(
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
+    return figure
 
 
 def plot_run(records: Sequence[Record], path: pathlib.Path, *, title: str) -> None:

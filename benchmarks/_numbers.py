@@ -1,0 +1,70 @@
+"""Numbers that are written into pages by hand: each has a source, or is an error.
+
+Looked for are those that have the form of something measured, a share, a size, a time or a ratio,
+outside of code and of what is rendered.
+"""
+
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+ROOT = pathlib.Path(__file__).parents[1]
+FENCE = re.compile(r"^ *```.*?^ *```[ ]*$", re.MULTILINE | re.DOTALL)
+RENDERED = re.compile(r"<!-- [^>]+ -->\n.*?<!-- end of [\w ]+ -->", re.DOTALL)
+INLINE = re.compile(r"`[^`\n]+`")
+MEASURED = re.compile(
+    r"(?<![\w.])\d[\d,.]*"
+    r"(?: ?%| ?[KMGT]i?B\b| bytes a parameter| ms\b| seconds?\b| minutes?\b|x\b"
+    r"| times (?:less|more|as|faster|slower)\b)"
+)
+
+FIVE_BYTES = "tests/optim/test_any.py::test_a_master_of_24_bits_and_compressed_state_is_5_bytes"
+SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("README.md", "5 bytes a parameter"): FIVE_BYTES,
+        ("docs/choosing-a-policy.md", "5 bytes a parameter"): FIVE_BYTES,
+        ("docs/examples.md", "5 bytes a parameter"): FIVE_BYTES,
+        ("docs/tour.md", "5 bytes a parameter"): FIVE_BYTES,
+        # What bfloat16 takes.
+        ("docs/gradient-release.md", "2 bytes a parameter"): "docs/formats.md::bf16",
+        ("docs/how-autocast-decides.md", "0.3 %"): "docs/how-autocast-decides.md::again < 0.003",
+        ("docs/my-loss-is-nan.md", "10 %"): "halfstep/debug/_live.py::name_above: float = 0.1",
+        ("docs/training.md", "0.5 %"): "benchmarks/training.py::BAR_PERCENT = 0.5",
+        # In the caption of a picture that is drawn there.
+        ("docs/where-precision-is-lost.md", "6 %"): "docs/generators/precision.py::underflow",
+    }
+)
+"""Where a number of a page comes from: a file, and what is written there."""
+
+
+def found(text: str) -> Iterator[str]:
+    """The numbers in a page that look measured."""
+    for pattern in (RENDERED, FENCE, INLINE):
+        text = pattern.sub("", text)
+    for match in MEASURED.finditer(text):
+        yield match[0]
+
+
+def wrong(pages: Mapping[str, str], sources: Mapping[tuple[str, str], str] = SOURCES) -> list[str]:
+    """What is wrong with the numbers of pages, a line each."""
+    seen = {(page, number) for page, text in pages.items() for number in found(text)}
+    lines = [
+        f"{page}: {number} is written by hand: render it from a result, or name its source in "
+        "benchmarks/_numbers.py"
+        for page, number in sorted(seen - set(sources))
+    ]
+    for (page, number), source in sources.items():
+        name, _, text = source.partition("::")
+        path = ROOT / name
+        if page in pages and (page, number) not in seen:
+            lines.append(f"{page}: {number} has a source and is not there")
+        elif not path.is_file() or text not in path.read_text():
+            lines.append(f"{page}: the source of {number}, {source}, is not there")
+    return lines
+
+
+def pages() -> dict[str, str]:
+    """All pages."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
