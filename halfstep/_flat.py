@@ -47,6 +47,7 @@ class FlatCall:
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, out of the results' arrays; after it has been traced."""
         if self._results is None:
+            # Internal: every caller traces first.
             raise RuntimeError("the call was not traced")
         treedef, others, is_traced = self._results
         return jtu.tree_unflatten(treedef, _merged(others, is_traced, arrays))

@@ -43,7 +43,7 @@ def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
             "`scaling` is a DynamicLossScaling, StaticLossScaling or NoLossScaling; got "
-            f"{type(scaling).__name__}. The policy goes by name: policy='bf16'."
+            f"{type(scaling).__name__}. Pass the policy by name: policy='bf16'."
         )
     return scaling
 
@@ -80,7 +80,7 @@ def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
         length = f" of length {len(result)}" if isinstance(result, tuple) else ""
         raise TypeError(
             "with has_aux=True the function returns (loss, aux); got "
-            f"{type(result).__name__}{length}."
+            f"{type(result).__name__}{length}. Return exactly these two."
         )
     return result
 
@@ -252,7 +252,9 @@ def filter_value_and_grad(
     if microbatches != int(microbatches) or microbatches < 1:
         raise ValueError(f"`microbatches` is a whole number, 1 or more; got {microbatches}.")
     if carry is not None and not (has_aux and microbatches > 1):
-        raise ValueError("`carry` goes with has_aux=True and microbatches > 1.")
+        raise ValueError(
+            "`carry` goes with has_aux=True and microbatches > 1: pass both, or leave it out."
+        )
     if wire is not None and policy.mode == "inputs" and not axes:
         raise ValueError(
             "`reduce_dtype` has nothing to act on: there are no `axis_names`, and the policy "

@@ -66,7 +66,7 @@ def keep_precision(func: Callable[..., Any] | None = None) -> Any:
     if not callable(func):
         raise TypeError(
             f"keep_precision takes a function or a module, got {type(func).__name__}. "
-            "As a context manager write `with keep_precision():`."
+            "As a context manager, write `with keep_precision():`."
         )
     if isinstance(func, eqx.Module):
         return _KeptModule(func)

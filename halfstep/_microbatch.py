@@ -85,7 +85,7 @@ def accumulate(
     if carry is not None and carry not in call.names[1:]:
         raise ValueError(
             f"carry={carry!r} is no argument after the first; there are "
-            f"{', '.join(call.names[1:])}."
+            f"{', '.join(call.names[1:])}. Name one of them."
         )
     selected = call.select(batch, option="batch")
     whole = [leaf for _, leaf, _ in call.leaves]
@@ -95,7 +95,7 @@ def accumulate(
         if chosen and roots[index] == call.names[0]:
             raise ValueError(
                 f"batch={tuple(batch)!r} selects `{path}`, which belongs to the first argument: "
-                "what is differentiated cannot be split."
+                "what is differentiated cannot be split. Name other arguments in `batch`."
             )
         if chosen and is_array(leaf):
             xs[index] = _split(leaf, path, microbatches)
@@ -103,7 +103,7 @@ def accumulate(
             xs[index] = jax.random.split(leaf, microbatches)
     carried = [i for i, root in enumerate(roots) if root == carry and is_array(whole[i])]
     if set(carried) & set(xs):
-        raise ValueError(f"carry={carry!r} is also split by `batch`; it can be only one.")
+        raise ValueError(f"carry={carry!r} is also split by `batch`; leave it out of one of them.")
 
     def zeros(param: Any) -> Any:
         wide = jnp.zeros_like(param, dtype=at_least_float32(param.dtype))

@@ -93,5 +93,5 @@ def _unmatched(rule: str, paths: Sequence[str], roots: Sequence[str], option: st
     return (
         f"the rule {rule!r} in `{option}` selects nothing among {len(paths)} leaves. "
         f"Nearest candidates: {listed}. Components are separated by '/', '**' stands for any "
-        "number of them."
+        "number of them. Use one of these, or leave the rule out."
     )

@@ -184,7 +184,7 @@ class Policy:
             else:
                 problem = "is given twice" if equals and key in _KEYS else "is not known"
                 raise ValueError(
-                    f"{part.strip()!r} in the policy {text!r} {problem}; required parts such as "
+                    f"{part.strip()!r} in the policy {text!r} {problem}; write parts such as "
                     "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state', "
                     "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32', 'recipe=f8', "
                     "'residuals=e4m3'."
@@ -226,7 +226,7 @@ class Policy:
         if not self._is_text:
             raise ValueError(
                 f"{self} has rules with functions, or a recipe that is not one of RECIPES: these "
-                "cannot be written into a file."
+                "cannot be written into a file. Keep the policy in Python."
             )
         dtypes = (self.param, self.compute, self.output)
         param, compute, output = map(dtype_name, dtypes)
@@ -290,7 +290,8 @@ class Policy:
         unknown = set(changes) - set(fields)
         if unknown:
             raise TypeError(
-                f"a policy has no field {', '.join(sorted(unknown))}; it has {', '.join(fields)}."
+                f"a policy has no field {', '.join(sorted(unknown))}; use one of "
+                f"{', '.join(fields)}."
             )
         return Policy(**{**fields, **changes})
 
@@ -302,7 +303,7 @@ def _named(name: str) -> dict[str, Any]:
     try:
         return {"compute": parse_dtype(name)}
     except ValueError as error:
-        raise ValueError(f"{error} Recipes are {', '.join(map(repr, RECIPES))}.") from None
+        raise ValueError(f"{error} Or name a recipe: {', '.join(map(repr, RECIPES))}.") from None
 
 
 def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:

@@ -39,11 +39,13 @@ def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name} is no TOML: {error}.") from error
+        raise ValueError(
+            f'{name} is no TOML: {error}. Write lines such as compute = "bf16".'
+        ) from error
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise ValueError(
-            f"{name} says {', '.join(map(repr, unknown))}, which no policy has; it has "
+            f"{name} says {', '.join(map(repr, unknown))}, which no policy has; use "
             f"{', '.join(known)}."
         )
     for field, value in found.items():
@@ -51,5 +53,5 @@ def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
         texts = value if several and isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts) or several != isinstance(value, list):
             form = '["...", "..."]' if several else '"..."'
-            raise ValueError(f"{field} in {name} is written {field} = {form}; got {value!r}.")
+            raise ValueError(f"{field} in {name} must be written {field} = {form}; got {value!r}.")
     return found

@@ -154,16 +154,24 @@ class Recipe:
             first, second = leg
             if (first.size, first.rotate) != (second.size, second.rotate):
                 if first.rotate or second.rotate:
-                    raise ValueError("both factors of a leg are rotated, in blocks of one size.")
+                    raise ValueError(
+                        "both factors of a leg are rotated, in blocks of one size: set rotate= and "
+                        "size= of both."
+                    )
                 if 0 not in (first.size, second.size):
                     raise ValueError(
                         "both factors of a leg have blocks of one size along what is summed; got "
                         f"{first.size} and {second.size}."
                     )
         if self.history < 0 or self.margin < 0:
-            raise ValueError("`history` and `margin` are 0 or more.")
+            raise ValueError(
+                f"`history` and `margin` must be 0 or more; got {self.history} and {self.margin}."
+            )
         if self.history and any(f.per != "tensor" for leg in self.legs for f in leg):
-            raise ValueError("delayed scaling (`history`) is for scales per tensor.")
+            raise ValueError(
+                "delayed scaling (`history`) is for scales per tensor: leave it out, or give "
+                "every factor per='tensor'."
+            )
 
     @property
     def legs(self) -> tuple[Leg, ...]:

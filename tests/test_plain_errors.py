@@ -19,6 +19,11 @@ def raises(kind, text, call):
     else:
         raise SystemExit(f"nothing raised where {text!r} was due")
 
+def _step(optimizer):
+    params = {"w": jnp.ones((64, 64))}
+    params, state = optimizer.prepare(params)
+    optimizer.update(params, state, params)
+
 raises(ValueError, "`gate` is 'loop', 'cond' or 'select'; got 'switch'",
        lambda: gated(True, lambda s: s, 1, gate="switch"))
 raises(ValueError, "`axis_reduction` is 'sum' or 'mean'; got 'max'",
@@ -50,6 +55,28 @@ raises(ValueError, "rounding must be 'nearest' or 'stochastic'; got 'up'",
        lambda: hs.optim.flash_lion(1e-3, rounding="up"))
 raises(ValueError, "scale_dtype must be bfloat16 or float32; got float16",
        lambda: hs.optim.flash_sgd(1e-3, scale_dtype="float16"))
+raises(TypeError, "`keep` is a sequence of path rules; write keep=('state',)",
+       lambda: hs.Policy(keep="state"))
+raises(ValueError, "`residuals` is 'e4m3', 'e5m2' or None; got 'e3m4'",
+       lambda: hs.Policy(residuals="e3m4"))
+raises(TypeError, "a policy has no field comptue; use one of param, compute",
+       lambda: hs.Policy().replace(comptue="bf16"))
+raises(ValueError, "a path rule cannot contain a comma; got 'a,b'. Write '?' in its place",
+       lambda: hs.cast_tree({"a": w}, "bf16", keep=("a,b",)))
+raises(hs.PreflightError, 'gemm must be "auto", "triton" or "library"; got \'fast\'',
+       lambda: hs.preflight(loss, (w, x), targets="h100", gemm="fast"))
+raises(ValueError, "`per` is one of 'tensor', 'row', 'block', 'tile'; got 'group'",
+       lambda: hs.Factor(element="e4m3", per="group"))
+raises(ValueError, "a recipe is a Recipe or one of 'f8'",
+       lambda: hs.Policy(compute="bf16", recipe="f9"))
+raises(ValueError, "groups.size must be even, since two codes share a byte; got size=3",
+       lambda: hs.quant.quantize(w, "int4", groups=hs.quant.Groups(-1, 3)))
+raises(TypeError, "needs float32; got bfloat16[4]. Convert it: value.astype(jnp.float32)",
+       lambda: hs.quant.split(w.astype(jnp.bfloat16), bits=8))
+raises(ValueError, "implementation must be None, 'xla', 'gpu', 'tpu' or 'interpret'; got 'cpu'",
+       lambda: _step(hs.optim.flash_adamw(1e-3, implementation="cpu")))
+raises(ValueError, 'sites must be "scopes", "ops" or a function of a `debug.Site`, got \'lines\'',
+       lambda: hs.debug.record(loss, sites="lines").init(w, x))
 print("all raised")
 """
 

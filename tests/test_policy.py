@@ -81,12 +81,12 @@ def test_grammar(text: str, full: str):
     [
         ("bf17", r"unknown format 'bf17'.*Did you mean 'bf16'"),
         ("c=bf17", r"unknown format 'bf17'"),
-        ("q=f32", r"'q=f32' in the policy 'q=f32' is not known; required parts such as"),
+        ("q=f32", r"'q=f32' in the policy 'q=f32' is not known; write parts such as"),
         ("c=f16,c=f32", r"'c=f32' in the policy .* is given twice"),
         ("c=f16,f32", r"'f32' in the policy .* is not known"),
         ("", r"unknown format ''"),
         ("keep=/a,c=f16", r"a path rule is a text such as"),
-        ("f9", r"unknown format 'f9'.*Recipes are 'f8'"),
+        ("f9", r"unknown format 'f9'.*Or name a recipe: 'f8'"),
     ],
 )
 def test_bad_text(text: str, message: str):
@@ -107,7 +107,7 @@ def test_bad_objects():
         Policy(compute=3.5)
     with pytest.raises(TypeError, match=r"a policy is a Policy or a text.*got 3"):
         as_policy(3)
-    with pytest.raises(TypeError, match=r"no field loss; it has param, compute, output, keep"):
+    with pytest.raises(TypeError, match=r"no field loss; use one of param, compute, output, keep"):
         Policy().replace(loss="f32")
 
 
@@ -248,8 +248,8 @@ def test_names_in_files(tmp_path):
     ("written", "match"),
     [
         ("compute = f16", "policy.toml is no TOML: "),
-        ('copmute = "f16"', "says 'copmute', which no policy has; it has param, compute"),
-        ("compute = 16", 'compute in policy.toml is written compute = "..."; got 16'),
+        ('copmute = "f16"', "says 'copmute', which no policy has; use param, compute"),
+        ("compute = 16", 'compute in policy.toml must be written compute = "..."; got 16'),
         ('rules = "op:exp=float32"', r'written rules = \["...", "..."\]; got'),
         ("keep = [1]", r"written keep = .*; got \[1\]"),
         ('compute = "f17"', "policy.toml: .*f17"),

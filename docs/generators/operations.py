@@ -47,7 +47,7 @@ def rows() -> list[dict[str, str]]:
         }
         for name in _PLANNERS
     ]
-    return sorted(found, key=lambda row: row["name"].lower())
+    return sorted(found, key=lambda row: row["name"].strip("`").lower())
 
 
 def render() -> str:

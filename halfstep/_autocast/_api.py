@@ -157,8 +157,8 @@ def settings_of(
     """What a policy means for autocast."""
     if policy.mode != "autocast":
         raise ValueError(
-            f"the policy {str(policy)!r} casts arguments and nothing else; autocast takes one "
-            "without ':inputs'."
+            f"the policy {str(policy)!r} casts arguments and nothing else; leave "
+            "':inputs' out of it, or use cast_function."
         )
     return Settings(
         np.dtype(policy.compute),

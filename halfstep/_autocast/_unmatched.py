@@ -37,7 +37,7 @@ def _message(rule: PrecisionRule, names: set[str], scopes: set[str]) -> str:
     return (
         f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is for all of "
         f"it. Nearest candidates: {found}. A scope is one of jax.named_scope's, '/' separates "
-        "them, and '**' stands for any number."
+        "them, and '**' stands for any number. Use one of these, or leave the rule out."
     )
 
 

@@ -1,5 +1,7 @@
 """What a compiled step does, from its optimized HLO: contractions, collectives, memory traffic."""
 
+# Internal: it is about text that XLA's compilers write, and no user does.
+
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple

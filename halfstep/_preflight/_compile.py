@@ -67,7 +67,8 @@ def compile_program(
         )
     with_flags = f" with {' '.join(given)}" if given else ""
     raise RefusedError(
-        f"the compiler for {target.name} refused the step{with_flags}. It says:\n"
+        f"the compiler for {target.name} refused the step{with_flags}. Change what "
+        "it names, or leave flags out. It says:\n"
         f"{_first_lines(failure, 12)}"
     )
 
@@ -211,7 +212,7 @@ def _died(code: int, folder: pathlib.Path, target: Target) -> str:
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return (
         f"the process that compiled for {target.name} ended with {how} and no answer. "
-        f"Its last words:\n{last}"
+        f"Try cache=False, and other flags or none. Its last words:\n{last}"
     )
 
 

@@ -7,6 +7,8 @@ convolution, and a batched one as a convolution dilated so far that a window of 
 single element.
 """
 
+# Internal: it is about text that XLA's compilers write, and no user does.
+
 import json
 import math
 import re

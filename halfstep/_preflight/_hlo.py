@@ -5,6 +5,8 @@ becomes an `Instruction`; a line that looks like one and cannot be read raises. 
 attributes are parsed when they are asked for, so syntax that no count depends on does no harm.
 """
 
+# Internal: it is about text that XLA's compilers write, and no user does.
+
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -82,7 +82,7 @@ def lower(
     for number in donate_argnums:
         if not 0 <= number < len(args):
             raise PreflightError(
-                f"donate_argnums names arguments by their position, 0 to {len(args) - 1}; "
+                f"donate_argnums must be positions of arguments, 0 to {len(args) - 1}; "
                 f"got {number}."
             )
     pairs, treedef = jtu.tree_flatten_with_path(args)
@@ -155,7 +155,8 @@ def _struct(leaf: Any, sharding: Any, mesh: Any, label: str) -> jax.ShapeDtypeSt
     except ValueError as error:
         raise PreflightError(
             f"{label} of shape {tuple(leaf.shape)} cannot be sharded as {sharding.spec} over the "
-            f"mesh {dict(mesh.shape)}: {error}"
+            f"mesh {dict(mesh.shape)}. Change the specification, or the sizes of the axes. JAX "
+            f"says: {error}"
         ) from error
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
@@ -221,7 +222,8 @@ def _export(
             name = getattr(step, "__name__", repr(step))
             raise PreflightError(
                 f"{name} could be traced but not lowered for {platform}. An operation in it has no "
-                f"implementation there, or is bound to this machine. JAX says:\n"
+                f"implementation there, or is bound to this machine. "
+                "Take it out of the step, or ask for a platform that has it. JAX says:\n"
                 f"{type(error).__name__}: {error}"
             ) from error
 

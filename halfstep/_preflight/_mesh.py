@@ -36,8 +36,8 @@ def spread(shardings: Any, args: tuple[Any, ...]) -> list[Any]:
         )
     except ValueError as error:
         raise PreflightError(
-            "`shardings` must be a prefix of the tree of `args`: one PartitionSpec, NamedSharding "
-            "or None for each argument, or for each part of it. JAX says:\n"
+            "`shardings` must be a prefix of the tree of `args`: give one PartitionSpec, "
+            "NamedSharding or None for each argument, or for each part of it. JAX says:\n"
             f"{error}"
         ) from error
     return jax.tree.leaves(whole, is_leaf=is_spec)
@@ -56,7 +56,8 @@ def find_mesh(
         elif dict(sharding.mesh.shape) != dict(mesh.shape):
             raise PreflightError(
                 f"all arguments must be sharded over one mesh; {owner} is over "
-                f"{dict(mesh.shape)} and {path} over {dict(sharding.mesh.shape)}."
+                f"{dict(mesh.shape)} and {path} over {dict(sharding.mesh.shape)}. Make one "
+                "mesh, and use it in all of their shardings."
             )
     return mesh
 

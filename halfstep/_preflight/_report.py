@@ -51,8 +51,8 @@ class PreflightReport:
                 f"write report[{target!r}, {self.variants[0]!r}]"
             )
         raise KeyError(
-            f"no entry {key!r}; there are the targets {list(self.targets)} "
-            f"and the variants {list(self.variants)}"
+            f"no entry {key!r}; give one of the targets {list(self.targets)} "
+            f"and of the variants {list(self.variants)}"
         )
 
     def __str__(self) -> str:
@@ -110,6 +110,7 @@ class PreflightReport:
         """
         lines = [miss for entry in self.entries if (miss := f8_miss(entry, f8))]
         if lines:
+            # Says: required: <share> of the eligible contractions' FLOPs in fp8. Mend <line>: <why>
             raise LintError("\n".join(lines))
 
 
@@ -117,7 +118,10 @@ def _shortage(entry: PreflightEntry) -> str:
     name = f"{entry.variant} does not fit on {entry.target}"
     if entry.peak_bytes is None or entry.temp_bytes is None:
         needs = "" if entry.peak_bytes is None else f" needs {size(entry.peak_bytes)},"
-        return f"{name}:{needs} usable are {size(entry.usable_bytes)}; {'; '.join(entry.notes)}."
+        return (
+            f"{name}:{needs} usable are {size(entry.usable_bytes)}; {'; '.join(entry.notes)}. "
+            "Try a smaller batch, or more devices."
+        )
     largest = max(entry.memory, key=lambda role: entry.memory[role])
     advice = {
         "temporaries": "a smaller batch, microbatches=, jax.checkpoint or a 16-bit policy",

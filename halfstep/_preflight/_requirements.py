@@ -43,7 +43,7 @@ def compiler_versions(platform: str) -> Mapping[str, str]:
     if version != found["jaxlib"]:
         raise PreflightError(
             f"{plugin} must be of jaxlib's version, {found['jaxlib']}; {version} is installed. "
-            f"{command.replace('Install it', 'Bring them together')}"
+            f'Bring them together with: pip install "halfstep[{extra}]"'
         )
     pjrt = plugin.replace("plugin", "pjrt")
     found |= {plugin: version, pjrt: _version(pjrt) or "not installed"}

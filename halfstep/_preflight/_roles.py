@@ -56,7 +56,7 @@ def roles(
     for name, role in (given or {}).items():
         if name not in names or role not in ROLES:
             raise PreflightError(
-                f"roles maps the step's arguments {names} to one of {list(ROLES)}; "
+                f"roles must map the step's arguments {names} to one of {list(ROLES)}; "
                 f"got {name!r}: {role!r}."
             )
     from_optax = [_paths_below_optax(arg) for arg in args]

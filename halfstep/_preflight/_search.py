@@ -61,7 +61,7 @@ def search(
         raise DoesNotFitError(
             f"not even a batch of {multiple_of} fits on {entry.target}: it needs "
             f"{size(entry.peak_bytes)} of {size(entry.usable_bytes)} usable. "
-            f"{' '.join(entry.notes)}".rstrip()
+            f"Try more devices, or a smaller model. {' '.join(entry.notes)}".rstrip()
         )
     low, high = 1, 2
     top = maximum // multiple_of

@@ -80,11 +80,13 @@ class Target:
 
     def _gpu_figures(self) -> GpuFigures:
         if not isinstance(self.accelerator.figures, GpuFigures):
+            # Internal: callers ask for the platform first.
             raise ValueError(f"{self.name} is a TPU and has no GPU topology; use `tpu_topology`.")
         return self.accelerator.figures
 
     def _tpu_figures(self) -> TpuFigures:
         if not isinstance(self.accelerator.figures, TpuFigures):
+            # Internal: callers ask for the platform first.
             raise ValueError(f"{self.name} is a GPU and has no TPU topology; use `gpu_topology`.")
         return self.accelerator.figures
 
@@ -166,7 +168,7 @@ def _slice(
     side = figures.longest_side
     if side is not None and max(shape) > side:
         raise ValueError(
-            f"a slice of {name} has at most {side} chips on a side; got {given!r}. The largest is "
+            f"a slice of {name} has at most {side} chips on a side; got {given!r}. Write at most "
             f"'{name}:{_times((side,) * figures.dimensions)}'."
         )
     if math.prod(shape) > figures.pod_chips:
@@ -184,7 +186,7 @@ def _unknown(name: str) -> str:
         # "v5e-16", "h100x8": the names that clouds have for machines and slices.
         if re.fullmatch(f"{known}[-_ x]+[0-9x]+", name):
             example = _example(accelerator)
-            return f"{message} A size is written after a colon, as in {example!r}."
+            return f"{message} Write its size after a colon, as in {example!r}."
     near = [known for known in ACCELERATORS if name and known.startswith(name)]
     near = near or difflib.get_close_matches(name, ACCELERATORS, n=1)
     return f"{message} Did you mean {' or '.join(map(repr, near))}?" if near else message

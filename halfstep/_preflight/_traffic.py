@@ -8,6 +8,8 @@ that live on chip or on the host count nothing, nor do the workspaces that libra
 Bytes are logical: elements times item size, without the padding of a tiled layout.
 """
 
+# Internal: it is about text that XLA's compilers write, and no user does.
+
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable

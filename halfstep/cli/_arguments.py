@@ -59,6 +59,8 @@ def policy(text: str) -> Policy:
     try:
         return Policy.load(text) if text.endswith(".toml") else Policy.parse(text)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {text!r}: {error.strerror}") from error
+        raise argparse.ArgumentTypeError(
+            f"cannot read {text!r}: {error.strerror}. Give a file that Policy.save has written"
+        ) from error
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -25,7 +25,10 @@ def load(text: str) -> Callable[..., Any]:
     try:
         module = _module(module_name)
     except ModuleNotFoundError as error:
-        raise CommandError(f"cannot import {module_name!r}: {error}.") from error
+        raise CommandError(
+            f"cannot import {module_name!r}: {error}. Install what is missing, or call it from the "
+            "folder that has it."
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
         what = "nothing" if found is None else f"a {type(found).__name__}"
@@ -75,12 +78,13 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     path = pathlib.Path(name)
     if not path.is_file():
-        raise CommandError(f"there is no file {name!r}.")
+        raise CommandError(f"there is no file {name!r}. Give its path from this folder.")
     # Siblings of a script can be imported from it, as when it is run.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise CommandError(f"{name!r} cannot be imported as Python.")
+        # Internal: every file that ends with .py has a loader.
+        raise CommandError(f"{name!r} cannot be imported as Python. Give a file of Python.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

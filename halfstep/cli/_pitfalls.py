@@ -113,6 +113,13 @@ def _platforms(facts: Facts) -> Iterator[Pitfall]:
                 "JAX fails when it starts." if name in platforms else "JAX computes on the CPU.",
                 f'pip install "jax[{types[name]}]"',
             )
+        if plugin and not asked and name not in facts.accelerators:
+            yield Pitfall(
+                "note",
+                f"a plugin for {name} is installed, and no such device is seen",
+                "Every start of JAX tries it, complains, and goes on with the CPU.",
+                "export JAX_PLATFORMS=cpu",
+            )
         if asked and name in facts.accelerators and not platforms & {name, "gpu"}:
             yield Pitfall(
                 "note",

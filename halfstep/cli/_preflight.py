@@ -47,7 +47,7 @@ halfstep preflight train.py:make_step --target rtx4070 --largest-batch
 _PLOTS = (".png", ".pdf", ".svg")
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -215,7 +215,7 @@ def _maker(arguments: argparse.Namespace) -> Callable[..., Any]:
         called = ", ".join(f"{option}=..." for option, on in given.items() if on)
         raise CommandError(
             f"{name} must be a function that can be called as {name.rpartition(':')[2]}({called}); "
-            f"its signature is {inspect.signature(make)}: {error}. It is given policy= for each "
+            f"its signature is {inspect.signature(make)}: {error}. Let it take policy= for each "
             "--policy, batch= for each --batch, and nothing else."
         ) from error
 

@@ -180,7 +180,8 @@ def _difference(now: list[str], before: list[str]) -> str:
     come = [path for path in now if path not in before][:3]
     return (
         f"the capture is of other arguments: it has {len(before)} arrays and the arguments have "
-        f"{len(now)}; only the capture has {gone}, only the arguments have {come}"
+        f"{len(now)}; only the capture has {gone}, only the arguments have {come}. "
+        "Give arguments like those that were captured"
     )
 
 

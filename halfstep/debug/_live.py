@@ -154,8 +154,8 @@ class Live:
         """
         if isinstance(step, jax.Array):
             raise TypeError(
-                "`step` must be a number on the host, as `enumerate` counts: reading an array "
-                "would wait for the device"
+                "`step` must be a number on the host: count it with `enumerate`, since reading an "
+                "array would wait for the device"
             )
         number = operator.index(step)
         if number % self._every:

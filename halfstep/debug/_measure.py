@@ -95,7 +95,7 @@ def _check_finite(exact: Sequence[Any]) -> None:
         if not all(np.isfinite(array).all() for array in arrays):
             raise ValueError(
                 f"the function is not finite in float32 for batch {number}: there is nothing to "
-                "compare with. `debug.first_nonfinite` says where it begins."
+                "compare with. Ask `debug.first_nonfinite` where it begins."
             )
 
 

@@ -63,7 +63,8 @@ def _restore_static(value: Any, target: Any, name: str, owner: type) -> Any:
     if not isinstance(value, kinds) or isinstance(value, bool):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ValueError(
-            f"{_where(name, owner)} must be {wanted}; the saved one is {_describe(value)}."
+            f"{_where(name, owner)} must be {wanted}; the saved one is {_describe(value)}. "
+            "Restore a state that halfstep has saved."
         )
     return value
 

@@ -83,7 +83,7 @@ class _Call:
             got = f"got {type(args[0]).__name__}" if args else "there is none"
             raise TypeError(
                 f"the first positional argument must be an NNX module with variables; {got}. "
-                "For pytrees and pure states use halfstep.filter_value_and_grad."
+                "For pytrees and pure states, use halfstep.filter_value_and_grad."
             )
         self.func = func
         self.names = (*argument_names(func, len(args)), *kwargs)
@@ -107,7 +107,7 @@ class _Call:
             kinds = {type(node).__name__ for node in _flat(nnx.state(args[0])).values()}
             raise ValueError(
                 "there is nothing to differentiate: the model has no variable that `wrt` selects. "
-                f"It has {', '.join(sorted(kinds))}; `wrt` is {wrt!r}."
+                f"Pass wrt= for one of {', '.join(sorted(kinds))}; it is {wrt!r}."
             )
         self.params = params[0]
 
@@ -130,7 +130,7 @@ class _Call:
             if path not in after:
                 raise ValueError(
                     f"the function removed `{self._name(path)}`; a step must leave every variable "
-                    "in its place."
+                    "in its place. Set it to another value instead."
                 )
         for path, node in constant.items():
             if _value(after[path]) is not _value(node):
@@ -230,7 +230,7 @@ def value_and_grad(
     if "carry" in options:
         raise TypeError(
             "`carry` is not an option here: an NNX module's state is handed from microbatch to "
-            "microbatch by itself."
+            "microbatch by itself. Leave it out."
         )
     # Here only for its checks, so that a mistake is reported where it is written.
     filter_value_and_grad(
@@ -251,7 +251,7 @@ def value_and_grad(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(
                     "with has_aux=True the function returns (loss, aux); got "
-                    f"{type(result).__name__}."
+                    f"{type(result).__name__}. Return exactly these two."
                 )
             loss, aux = result if has_aux else (result, None)
             return loss, (_Kept(kept), created, aux)

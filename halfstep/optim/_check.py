@@ -57,7 +57,7 @@ def _check_leaf(
             raise StateError(
                 f"this optimizer stores {'a' if has else 'no'} {name} moment; the state of {path} "
                 f"has {'one' if moment is not None else 'none'}. It was made by another optimizer, "
-                "or by one with other options."
+                "or by one with other options: use that one, or call `init` anew."
             )
         if has:
             groups.append(_groups_of(path, leaf, name, moment))
@@ -65,7 +65,10 @@ def _check_leaf(
         # Without moments nothing says it: as it would be made now.
         return None
     if len(set(groups)) > 1:
-        raise StateError(f"the moments of {path} are divided differently; got {groups}.")
+        raise StateError(
+            f"the moments of {path} must be divided alike; got {groups}. Pass a state as `init` or "
+            "`prepare` returns it."
+        )
     return groups[0]
 
 

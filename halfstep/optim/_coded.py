@@ -28,7 +28,9 @@ def codes_in(state: Any, rules: Mapping[str, str | None], min_size: int) -> Code
     match_rules(tuple(rules), paths, option="codes")
     for rule, code in rules.items():
         if code is not None and code not in CODES:
-            raise ValueError(f"a code must be one of {', '.join(CODES)} or None; got {code!r}.")
+            raise ValueError(
+                f"a value of `codes` must be one of {', '.join(CODES)} or None; got {code!r}."
+            )
         pattern = compile_rule(rule)
         for path in paths:
             if pattern.match(f"{path}/"):

@@ -67,7 +67,7 @@ def saturated(
     if factor.rounding == "nearest":
         return inside.astype(factor.dtype)
     if key is None:
-        raise ValueError("stochastic rounding needs a key.")
+        raise ValueError("stochastic rounding needs a key: pass key=jax.random.key(0).")
     return stochastic_round(inside.astype(jnp.float32), factor.dtype, key=key)
 
 

@@ -18,20 +18,33 @@ from tests.cli._machines import machine
 
 ROOT = pathlib.Path(__file__).parents[2]
 
+WITH = {name: {"accelerators": (name,)} for name in ("cuda", "tpu")}
 # What is changed on a machine in order; the level, and the beginning of what is found.
 FOUND: list[tuple[dict[str, Any], str, str]] = [
     ({"requires": {"halfstep": (), "jax": ()}}, "wrong", "halfstep has no metadata"),
     ({"versions": {"jax": "0.7.2"}}, "wrong", "jax 0.7.2, and halfstep requires jax>=0.8.0"),
     ({"versions": {"equinox": "0.9"}}, "wrong", "equinox 0.9, and halfstep requires"),
     ({"versions": {"jax": "9.0.0"}}, "note", "JAX 9.0.0 is newer than"),
-    ({"versions": {"libtpu": "0.0.41.3"}}, "wrong", "libtpu 0.0.41.3, and JAX 0.10.2 requires"),
     (
-        {"versions": {"jax-cuda12-plugin": "0.10.1"}},
+        {"versions": {"libtpu": "0.0.42.1"}},
+        "note",
+        "a plugin for tpu is installed, and no such device is seen",
+    ),
+    (
+        {"versions": {"libtpu": "0.0.41.3"}, **WITH["tpu"]},
+        "wrong",
+        "libtpu 0.0.41.3, and JAX 0.10.2 requires",
+    ),
+    (
+        {"versions": {"jax-cuda12-plugin": "0.10.1"}, **WITH["cuda"]},
         "wrong",
         "jax-cuda12-plugin 0.10.1, and JAX 0.10.2 requires <=0.10.2,>=0.10.2",
     ),
     (
-        {"versions": {"jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.10.2"}},
+        {
+            "versions": {"jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.10.2"},
+            **WITH["cuda"],
+        },
         "wrong",
         "jax-cuda12-plugin and jax-cuda13-plugin are both installed",
     ),

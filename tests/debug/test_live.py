@@ -569,5 +569,5 @@ def test_the_picture_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     live = debug.Live()
     live.update(0, loss=1.0)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "halfstep\[plot\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'the live view needs matplotlib.*\[plot\]"'):
         live.plot(tmp_path / "live.png")

@@ -324,7 +324,7 @@ def test_removing_a_variable_is_an_error():
         del model.norm.mean
         return value
 
-    with pytest.raises(ValueError, match="removed `model/norm/mean`"):
+    with pytest.raises(ValueError, match="the function removed `model/norm/mean`"):
         mixed.value_and_grad(remove, policy="bf16")(make(), batch())
 
 

@@ -97,7 +97,7 @@ def test_a_part_that_is_to_stay():
     ("codes", "message"),
     [
         ({"**/mux": "int8"}, r"'\*\*/mux' in `codes` selects nothing"),
-        ({"**/mu": "int7"}, "must be one of int8"),
+        ({"**/mu": "int7"}, "a value of `codes` must be one of int8, .* or None; got 'int7'"),
     ],
 )
 def test_wrong_codes(codes: Any, message: str):
@@ -191,5 +191,7 @@ def test_float16_has_no_split():
 
 def test_a_state_of_another_kind():
     params, state = optim.master(optax.adamw(RATE), "split8").prepare(start())
-    with pytest.raises(optim.StateError, match=r"must be of int16 for kind='split16'.*has int8"):
+    with pytest.raises(
+        optim.StateError, match=r"the rest of a parameter of .* int16 for kind='split16'.*has int8"
+    ):
         optim.master(optax.adamw(RATE), "split16").step(params, state, start())

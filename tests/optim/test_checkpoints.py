@@ -93,9 +93,12 @@ def test_other_parameters_are_an_error():
     other = {"w": jnp.ones((128, 256), jnp.bfloat16)}
     with pytest.raises(optim.StateError, match=r"first moment of w must be of shape \[128, 256\]"):
         FLASH.step(other, state, other)
-    with pytest.raises(optim.StateError, match="another structure"):
+    with pytest.raises(optim.StateError, match="made for parameters of another structure"):
         FLASH.step({"v": params["w"]}, state, {"v": params["w"]})
-    with pytest.raises(optim.StateError, match=r"must be of none.*the state has 24 bits"):
+    with pytest.raises(
+        optim.StateError,
+        match=r"the master of w.*must be of none .*has 24 bits. Pass the master_bits",
+    ):
         FLASH.step({"w": jnp.ones(SHAPE)}, state, params)
     with pytest.raises(optim.StateError, match="must be a FlashState"):
         FLASH.step(params, (1, 2), params)

@@ -319,7 +319,9 @@ def test_errors_of_parameters():
     with pytest.raises(TypeError, match=r"parameters must be a dict.*got list"):
         step.init([params])
     uneven = {**params["layers"], "bias": jnp.zeros((4, 8))}
-    with pytest.raises(ValueError, match=r"layers/bias \[4, 8\], layers/down \[3, 96, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"same number of layers.*layers/bias \[4, 8\], layers/down \[3,"
+    ):
         step.init({**params, "layers": uneven})
     with pytest.raises(ValueError, match=r"layers/b: .* without axes.*put it in 'outer'"):
         step.init({"outer": {}, "layers": {"a": jnp.zeros((2, 3)), "b": jnp.zeros(())}})
@@ -351,7 +353,9 @@ def test_an_optimizer_that_changes_dtypes_is_refused():
 
     tx = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.float32), update)
     step, *args = broken(tx=tx)
-    with pytest.raises(optim.StateError, match=r"float32\[\] became bfloat16\[\]"):
+    with pytest.raises(
+        optim.StateError, match=r"must keep the structure, .*float32\[\] became bfloat16\[\]"
+    ):
         step(*args)
 
 

@@ -95,7 +95,7 @@ def test_static_arguments_of_a_jitted_step():
 
 
 def test_donation_out_of_range():
-    with pytest.raises(halfstep.PreflightError, match="position, 0 to 0; got 1"):
+    with pytest.raises(halfstep.PreflightError, match="positions of arguments, 0 to 0; got 1"):
         lower(double, (VECTOR,), platform="cuda", donate_argnums=(1,))
 
 

@@ -49,7 +49,7 @@ def test_an_entry_by_target_and_variant():
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("h100", r"write report\['h100', 'bf16'\]"), ("a100", "there are the targets"),
+    [("h100", r"write report\['h100', 'bf16'\]"), ("a100", "give one of the targets"),
      (("h100", "f16"), "the variants .'bf16', 'f32'.")],
 )  # fmt: skip
 def test_a_key_that_names_no_single_entry(key: str | tuple[str, str], message: str):

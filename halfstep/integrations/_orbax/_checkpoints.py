@@ -178,7 +178,10 @@ class Checkpoints:
         leaves = leaves_of(like)
         listed = sorted(self._listed(), reverse=True)
         if not listed:
-            raise FileNotFoundError(f"there is no step in {self._directory}.")
+            raise FileNotFoundError(
+                f"there is no step in {self._directory}. Save one first, or give the folder of "
+                "a run."
+            )
         if step is not None:
             reason, state = self._read(step, like, leaves)
             if reason is not None:

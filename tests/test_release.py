@@ -1,0 +1,201 @@
+"""What a release is accompanied by: citation, security policy, deprecations, workflows."""
+
+import pathlib
+import re
+import runpy
+import zipfile
+from typing import Any
+
+import pytest
+import yaml
+
+import halfstep
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def citation_problems(found: dict[str, Any]) -> list[str]:
+    """What the Citation File Format 1.2.0 requires, and what must be as in the package."""
+    problems = [
+        f"`{key}` is required"
+        for key in ("cff-version", "message", "title", "authors")
+        if not found.get(key)
+    ]
+    if found.get("cff-version") != "1.2.0" or found.get("type", "software") != "software":
+        problems.append("it is software, in version 1.2.0 of the format")
+    if found.get("version") != halfstep.__version__:
+        problems.append(f"the version is {halfstep.__version__}")
+    if found.get("license") != "Apache-2.0":
+        problems.append("the license is Apache-2.0")
+    released = f"[{found.get('version')}] - {found.get('date-released')}"
+    if released not in (ROOT / "CHANGELOG.md").read_text():
+        problems.append("the date is that of the changelog")
+    people = [found, *found.get("references", [])]
+    for person in (person for entry in people for person in entry.get("authors", [])):
+        if not ("name" in person or {"family-names", "given-names"} <= set(person)):
+            problems.append(f"an author has a name; got {person}")
+    for entry in found.get("references", []):
+        problems += [f"a reference has `{key}`" for key in ("type", "title") if key not in entry]
+    return problems
+
+
+def test_the_citation_file():
+    found = load("CITATION.cff")
+    assert citation_problems(found) == []
+    (paper,) = found["references"]
+    assert paper["url"] in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"version": "9.9.9"}, "the version is"),
+        ({"authors": []}, "`authors` is required"),
+        ({"authors": [{"family": "Nobody"}]}, "an author has a name"),
+        ({"date-released": "2020-01-01"}, "that of the changelog"),
+    ],
+)
+def test_a_wrong_citation_is_noticed(change: dict[str, Any], problem: str):
+    found = citation_problems({**load("CITATION.cff"), **change})
+    assert any(problem in each for each in found), found
+
+
+def test_deprecated_names_are_listed():
+    """A warning in the package has a row in the table, and none is there without."""
+    page = (ROOT / "docs" / "deprecations.md").read_text()
+    section = page.partition("## Deprecated names\n")[2].partition("\n## ")[0]
+    warns = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "halfstep").rglob("*.py")
+        if re.search(r"\bDeprecationWarning\b|warnings\.deprecated", path.read_text())
+    ]
+    assert (section.strip() == "None.") == (warns == []), warns
+
+
+def test_workflows():
+    """Every supported Python on a change, and JAX's pre-releases every night."""
+    versions = re.findall(
+        r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert versions == ["3.11", "3.12", "3.13"]
+    jobs = load(".github/workflows/tests.yml")["jobs"]
+    assert jobs["python"]["strategy"]["matrix"]["python"] == versions[1:]
+    assert jobs["ci"]["steps"][1]["with"]["python-version"] == versions[0]
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    assert re.search(r"pip install .*--pre jax jaxlib", nightly)
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        assert "permissions" in load(str(path.relative_to(ROOT))), path
+
+
+def test_the_security_policy_names_what_is_read():
+    text = (ROOT / "SECURITY.md").read_text()
+    for name in ("Checkpoints", "Policy.load", "HALFSTEP_CACHE_DIR", "Report a vulnerability"):
+        assert name in text
+    sources = [path.read_text() for path in (ROOT / "halfstep").rglob("*.py")]
+    assert not any(
+        re.search(r"^\s*(import|from) (pickle|dill|cloudpickle)", s, re.M) for s in sources
+    )
+
+
+# What is built.
+
+
+def script(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / ".ci" / f"{name}.py"))
+
+
+METADATA = """\
+Metadata-Version: 2.4
+Name: halfstep
+Version: 0.1.0
+License-Expression: Apache-2.0
+License-File: LICENSE
+Requires-Python: >=3.11
+Requires-Dist: equinox>=0.13
+Requires-Dist: jax>=0.8
+Requires-Dist: jaxtyping>=0.3
+Requires-Dist: optax>=0.2
+Requires-Dist: flax>=0.12; extra == 'flax'
+Description-Content-Type: text/markdown
+"""
+INFO = "halfstep-0.1.0.dist-info"
+WHEEL = {
+    "halfstep/__init__.py": "",
+    "halfstep/py.typed": "",
+    f"{INFO}/METADATA": METADATA,
+    f"{INFO}/WHEEL": "",
+    f"{INFO}/RECORD": "",
+    f"{INFO}/entry_points.txt": "[console_scripts]\nhalfstep = halfstep.cli:main\n",
+    f"{INFO}/licenses/LICENSE": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"tests/test_grad.py": ""}, "tests/test_grad.py does not belong there"),
+        ({"halfstep/notes.txt": ""}, "halfstep/notes.txt does not belong there"),
+        ({"halfstep/py.typed": None}, "halfstep/py.typed is missing"),
+        ({f"{INFO}/licenses/LICENSE": None}, "licenses/LICENSE is missing"),
+        (
+            {f"{INFO}/METADATA": METADATA.replace("Apache-2.0", "MIT")},
+            "must be Apache-2.0; got MIT",
+        ),
+        ({f"{INFO}/METADATA": METADATA.replace("; extra == 'flax'", "")}, "got equinox, flax, jax"),
+        ({f"{INFO}/entry_points.txt": ""}, "the command halfstep is missing"),
+    ],
+)
+def test_what_is_in_a_wheel(
+    tmp_path: pathlib.Path, changes: dict[str, str | None], problem: str | None
+):
+    path = tmp_path / "halfstep-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {**WHEEL, **changes}.items():
+            if content is not None:
+                archive.writestr(name, content)
+    found = script("check_dist")["wheel_problems"](path)
+    assert len(found) == bool(problem), found
+    assert problem is None or problem in found[0]
+
+
+def test_licenses(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    licenses = script("check_licenses")
+    assert licenses["main"]() == 0, capsys.readouterr().out
+    monkeypatch.setitem(licenses["BY_HAND"], "optax", "GPL-3.0-only")
+    assert licenses["main"]() == 1
+    assert "optax (core" in capsys.readouterr().out
+
+
+README = """\
+```console
+pip install halfstep
+$ halfstep --version
+```
+
+For GPUs `pip install "halfstep[cuda-preflight]"`, for TPUs `"halfstep[tpu-preflight]"`.
+
+```python
+import halfstep
+```
+
+```text
+not run
+```
+"""
+
+
+def test_what_a_new_user_does():
+    assert script("new_user")["actions"](README) == [
+        ("install", "\n"),
+        ("console", "halfstep --version\n"),
+        ("install", "[cuda-preflight]\n[tpu-preflight]\n"),
+        ("python", "import halfstep\n"),
+    ]
+    kinds = [kind for kind, _ in script("new_user")["actions"]((ROOT / "README.md").read_text())]
+    assert kinds[0] == "install"
+    assert kinds.count("python") >= 2
