@@ -35,6 +35,7 @@ SHOWN: Mapping[str, str] = MappingProxyType(
         "debug-live": "`python -m examples.live_view`",
         "debug-compare": "`report.plot` of `halfstep.debug.compare`",
         "example-cnn": "`python -m examples.cnn_batchnorm`",
+        "example-moe": "`python -m examples.moe_fp8`",
         "example-plain": "`python -m examples.plain_jax`",
         "notebook-fit": "`report.plot`, in `will_it_fit.ipynb`",
         "notebook-nan": "`log.plot`, in `hunt_a_nan.ipynb`",
