@@ -18,7 +18,9 @@ from tests._rows import slow_unless
 from tests.preflight._compilers import need
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
+# The home page begins with the README's first screen, which need not run twice.
+PAGES = [README, *sorted(page for page in (ROOT / "docs").rglob("*.md") if page != HOME)]
 BLOCK = re.compile(
     r"^([ \t]*)```python([^\n]*)\n(.*?)^\1```[ ]*\n?(?:\n\1```text\n(.*?)^\1```[ ]*$)?",
     re.MULTILINE | re.DOTALL,
@@ -84,6 +86,11 @@ def test_pages(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     run(blocks(page.read_text()), page.stem, tmp_path)
     jax.clear_caches()
+
+
+def test_the_home_page_has_no_snippets_of_its_own():
+    assert blocks(HOME.read_text())
+    assert set(blocks(HOME.read_text())) <= set(blocks(README.read_text()))
 
 
 def test_some_pages_show_output():

@@ -6,11 +6,11 @@ import types
 import pytest
 
 import halfstep
-from docs.generators import operations, support
+from docs.generators import home, operations, support
 from halfstep._autocast import TABLE
 from halfstep._preflight import ACCELERATORS
 
-GENERATORS = [operations, support]
+GENERATORS = [home, operations, support]
 every_generator = pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.__name__)
 
 
@@ -32,8 +32,8 @@ def test_a_changed_page_is_noticed(
     page = tmp_path / generator.PAGE.name
     page.write_text(generator.PAGE.read_text())
     monkeypatch.setattr(generator, "PAGE", page)
-    name = "native" if generator is support else "`exp`"
-    page.write_text(page.read_text().replace(f"| {name} ", "| something else ", 1))
+    name = {home: "Mixed-precision", operations: "`exp` ", support: "| native "}[generator]
+    page.write_text(page.read_text().replace(name, "something else", 1))
     assert generator.main(["--check"]) == 1
     assert generator.main([]) == 0
     assert generator.main(["--check"]) == 0
@@ -48,6 +48,12 @@ def test_every_primitive_is_listed_once_with_its_class():
     never = {line[0].strip("`") for line in cells(operations.render()) if line[3] == "never"}
     assert {"dot_general", "psum", "all_gather", "pallas_call"} <= never
     assert "exp" not in never
+
+
+def test_links_of_the_readme_are_those_of_the_home_page():
+    assert "](docs/" in home.README.read_text()
+    assert "](docs/" not in home.render()
+    assert "](my-loss-is-nan.md)" in home.render()
 
 
 def test_native_is_what_has_units_for_it():
