@@ -15,7 +15,7 @@ from halfstep._explain._totals import ExplainTotals
 from halfstep._recipe import Recipe
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExplainReport:
     """What runs in which precision, why, and what is wrong with it.
 
@@ -45,6 +45,9 @@ class ExplainReport:
     def __str__(self) -> str:
         parts = [summary(self), *map(str, self.findings), self.table()]
         return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -16,7 +16,7 @@ from halfstep._preflight._text import detail, table
 from halfstep._tables import size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PreflightReport:
     """What the compilers say about a step, for each target and variant.
 
@@ -57,6 +57,9 @@ class PreflightReport:
 
     def __str__(self) -> str:
         return table(self.entries)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return html(self.entries)

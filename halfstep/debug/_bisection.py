@@ -30,7 +30,7 @@ class Needed:
     lines: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Bisection:
     """Which parts must stay wide, and the policy that says so.
 
@@ -74,6 +74,9 @@ class Bisection:
             parts.append(aligned(rows, [False] * len(_HEAD)))
             parts.append(f"policy: {self.policy}")
         return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{escaping.escape(self._headline)}, {self.compiles} compiles</p>"]

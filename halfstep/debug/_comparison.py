@@ -69,7 +69,7 @@ class GradientDeviation:
         return {"path": self.path, "error": self.error, "cosine": self.cosine}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
     """Where a policy departs from float32.
 
@@ -101,6 +101,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -46,7 +46,7 @@ class Trace:
         return {**dataclasses.asdict(self), "site": self.site.to_dict()}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DebugReport:
     """Where it began, and what came before.
 
@@ -72,6 +72,9 @@ class DebugReport:
 
     def __str__(self) -> str:
         return text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return html(self)

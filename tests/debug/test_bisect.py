@@ -76,6 +76,7 @@ def test_operations_in_them(tmp_path):
     assert f"{found.wide} of {found.operations} operations" in str(found)
     assert "op:sqrt@layer_3=float32" in str(found)
     assert "<table" in found._repr_html_()
+    assert repr(found) == str(found)
     assert json.loads(found.to_json())["compiles"] == found.compiles
 
 

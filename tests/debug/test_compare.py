@@ -151,6 +151,7 @@ def test_where_it_jumps(tmp_path):
     assert lines[0].startswith("p=f32,c=bf16,o=f32 beside float32")
     assert "shift" in next(line for line in lines if "test_compare.py" in line)
     assert "<table" in report._repr_html_()
+    assert repr(report) == str(report)
     made = json.loads(report.to_json(tmp_path / "report.json"))
     assert made == json.loads((tmp_path / "report.json").read_text())
     assert [site["error"] for site in made["sites"]] == [site.error for site in report.sites]

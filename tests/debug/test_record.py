@@ -113,6 +113,7 @@ def test_the_first_bad_step(tmp_path):
     assert made["found"]["path"] == "x"
     assert made["sites"][1]["absmax"][2] == "nan"
     assert "not finite in step 2" in report._repr_html_()
+    assert repr(report) == str(report)
     log.plot(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 

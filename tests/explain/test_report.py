@@ -92,6 +92,8 @@ def test_html():
     assert "promotion" in parser.text
     assert "bf16 -> bf16" in parser.text
     assert "->" not in report._repr_html_()
+    # What a shell shows of a value.
+    assert repr(report) == str(report)
 
 
 def test_check_passes():

@@ -120,6 +120,7 @@ def test_html_escapes_and_marks_what_does_not_fit():
     assert "<b>" not in text
     assert "&lt;b&gt;" in text
     assert text.count("color:#d32f2f") == 1
+    assert repr(made) == str(made)
     assert text.count("<tr") == text.count("</tr>")
 
 
