@@ -72,7 +72,7 @@ def main() -> int:
         said = license_of(name)
         is_tool = all(name in TOOLS.get(extra, ()) for extra in extras)
         if not is_tool and not any(allowed.lower() in said.lower() for allowed in ALLOWED):
-            bad.append(f"{name} ({', '.join(sorted(extras)) or 'core'}): {said}")
+            bad.append(f"{name} ({', '.join(extra or 'core' for extra in sorted(extras))}): {said}")
     missing = {"equinox", "jax", "jaxtyping", "optax"} - set(packages)
     bad += [f"{name} is not installed, and cannot be checked" for name in sorted(missing)]
     print("\n".join(bad) or f"licenses of {len(packages)} packages: allowed")

@@ -24,6 +24,8 @@ SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("README.md", "5 bytes a parameter"): FIVE_BYTES,
         ("docs/choosing-a-policy.md", "5 bytes a parameter"): FIVE_BYTES,
+        ("docs/examples.md", "5 bytes a parameter"): FIVE_BYTES,
+        ("docs/tour.md", "5 bytes a parameter"): FIVE_BYTES,
         # What bfloat16 takes.
         ("docs/gradient-release.md", "2 bytes a parameter"): "docs/formats.md::bf16",
         ("docs/how-autocast-decides.md", "0.3 %"): "docs/how-autocast-decides.md::again < 0.003",

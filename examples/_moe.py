@@ -64,7 +64,6 @@ def scores(params: Params, text: UInt8[Array, "batch length"], *, heads: int) ->
     inputs, targets = ids[:, :-1], ids[:, 1:]
     x = params["embed"][inputs] + params["position"][: inputs.shape[1]]
 
-    @jax.checkpoint
     def layer(x: Array, block: Params) -> tuple[Array, tuple[Array, Array]]:
         with jax.named_scope("attention"):
             x = x + _gpt.attention(x, block, heads)

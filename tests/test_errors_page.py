@@ -177,6 +177,7 @@ def test_modules_and_questions():
     assert at("halfstep/integrations/_orbax/_tree.py") == "halfstep.integrations.orbax"
     assert at("halfstep/compat/mpx.py") == "halfstep.compat.mpx"
     assert at("halfstep/compat/__init__.py") == "halfstep.compat"
+    assert at("halfstep/compat/_scale.py") == "halfstep.compat"
     assert at("halfstep/cli/_load.py") == "The command"
     linked = set(re.findall(r"faq\.md#([^)]+)\)", PAGE.read_text()))
     # Those of JAX, and a warning.

@@ -1,6 +1,7 @@
 """Errors of several modules that no other test comes by."""
 
 import argparse
+import inspect
 import pathlib
 import re
 import sys
@@ -11,39 +12,30 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import halfstep
-from halfstep import debug, optim
+from halfstep import optim
+from halfstep._preflight import _plot as _preflight_plot
 from halfstep._preflight._mesh import find_mesh
 from halfstep.cli import main
 from halfstep.cli._arguments import policy
 from halfstep.cli._errors import CommandError
 from halfstep.cli._load import load
 from halfstep.cli._output import answer
-from tests.preflight._entries import entry
+from halfstep.debug import _comparison_plot, _plot
 
 
-def _loss(w: Any, x: Any) -> Any:
-    return jnp.mean(jnp.tanh(w * x))
-
-
-@pytest.fixture
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that does not have it."""
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [
+        (_preflight_plot.plot, "drawing a report needs matplotlib"),
+        (_comparison_plot.plot, "drawing a comparison needs matplotlib"),
+        (_plot.plot, r"drawing a report needs matplotlib.*\[plot\]"),
+    ],
+)
+def test_pictures_need_matplotlib(plot: Any, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-
-@pytest.mark.usefixtures("without_matplotlib")
-def test_pictures_need_matplotlib(tmp_path: pathlib.Path):
-    path, x = tmp_path / "a.png", jnp.ones(4)
-    report = halfstep.PreflightReport((entry(),))
-    with pytest.raises(halfstep.PreflightError, match="drawing a report needs matplotlib"):
-        report.plot(path)
-    compared = debug.compare(_loss, "bf16", gradients=False)(x, x)
-    with pytest.raises(ModuleNotFoundError, match="drawing a comparison needs matplotlib"):
-        compared.plot(path)
-    recorded = debug.record(_loss)
-    log, _ = recorded(recorded.init(x, x), x, x)
-    with pytest.raises(ModuleNotFoundError, match=r"drawing a report needs matplotlib.*\[plot\]"):
-        log.plot(path)
+    with pytest.raises((ModuleNotFoundError, halfstep.PreflightError), match=message):
+        # Said before anything is looked at. Unwrapped: beartype would object to the arguments.
+        inspect.unwrap(plot)(None, "picture.png")
 
 
 def test_two_meshes():

@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import runpy
+import zipfile
 from typing import Any
 
 import pytest
@@ -97,3 +99,103 @@ def test_the_security_policy_names_what_is_read():
     assert not any(
         re.search(r"^\s*(import|from) (pickle|dill|cloudpickle)", s, re.M) for s in sources
     )
+
+
+# What is built.
+
+
+def script(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / ".ci" / f"{name}.py"))
+
+
+METADATA = """\
+Metadata-Version: 2.4
+Name: halfstep
+Version: 0.1.0
+License-Expression: Apache-2.0
+License-File: LICENSE
+Requires-Python: >=3.11
+Requires-Dist: equinox>=0.13
+Requires-Dist: jax>=0.8
+Requires-Dist: jaxtyping>=0.3
+Requires-Dist: optax>=0.2
+Requires-Dist: flax>=0.12; extra == 'flax'
+Description-Content-Type: text/markdown
+"""
+INFO = "halfstep-0.1.0.dist-info"
+WHEEL = {
+    "halfstep/__init__.py": "",
+    "halfstep/py.typed": "",
+    f"{INFO}/METADATA": METADATA,
+    f"{INFO}/WHEEL": "",
+    f"{INFO}/RECORD": "",
+    f"{INFO}/entry_points.txt": "[console_scripts]\nhalfstep = halfstep.cli:main\n",
+    f"{INFO}/licenses/LICENSE": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"tests/test_grad.py": ""}, "tests/test_grad.py does not belong there"),
+        ({"halfstep/notes.txt": ""}, "halfstep/notes.txt does not belong there"),
+        ({"halfstep/py.typed": None}, "halfstep/py.typed is missing"),
+        ({f"{INFO}/licenses/LICENSE": None}, "licenses/LICENSE is missing"),
+        (
+            {f"{INFO}/METADATA": METADATA.replace("Apache-2.0", "MIT")},
+            "must be Apache-2.0; got MIT",
+        ),
+        ({f"{INFO}/METADATA": METADATA.replace("; extra == 'flax'", "")}, "got equinox, flax, jax"),
+        ({f"{INFO}/entry_points.txt": ""}, "the command halfstep is missing"),
+    ],
+)
+def test_what_is_in_a_wheel(
+    tmp_path: pathlib.Path, changes: dict[str, str | None], problem: str | None
+):
+    path = tmp_path / "halfstep-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {**WHEEL, **changes}.items():
+            if content is not None:
+                archive.writestr(name, content)
+    found = script("check_dist")["wheel_problems"](path)
+    assert len(found) == bool(problem), found
+    assert problem is None or problem in found[0]
+
+
+def test_licenses(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    licenses = script("check_licenses")
+    assert licenses["main"]() == 0, capsys.readouterr().out
+    monkeypatch.setitem(licenses["BY_HAND"], "optax", "GPL-3.0-only")
+    assert licenses["main"]() == 1
+    assert "optax (core" in capsys.readouterr().out
+
+
+README = """\
+```console
+pip install halfstep
+$ halfstep --version
+```
+
+For GPUs `pip install "halfstep[cuda-preflight]"`, for TPUs `"halfstep[tpu-preflight]"`.
+
+```python
+import halfstep
+```
+
+```text
+not run
+```
+"""
+
+
+def test_what_a_new_user_does():
+    assert script("new_user")["actions"](README) == [
+        ("install", "\n"),
+        ("console", "halfstep --version\n"),
+        ("install", "[cuda-preflight]\n[tpu-preflight]\n"),
+        ("python", "import halfstep\n"),
+    ]
+    kinds = [kind for kind, _ in script("new_user")["actions"]((ROOT / "README.md").read_text())]
+    assert kinds[0] == "install"
+    assert kinds.count("python") >= 2

@@ -88,6 +88,8 @@ def _kind(function: ast.AST, owner: ast.AST) -> str:
                 value=ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)),
             ) if target == name:
                 return f"{one} or {other}"
+            case _:
+                pass
     return name
 
 
@@ -144,7 +146,8 @@ class Scope:
                 return [" ".join(self.texts(element)[0] for element in elements)]
             case ast.Name(id=name) if name not in self.seen:
                 return self._assigned(name) or [f"<{_name(node)}>"]
-        return [f"<{_name(node)}>"]
+            case _:
+                return [f"<{_name(node)}>"]
 
     def _assigned(self, name: str) -> list[str]:
         """What a name stands for: what it is set to; of a list, all that it may hold."""
@@ -162,6 +165,8 @@ class Scope:
                     of == name
                 ):
                     more += inner.texts(value)
+                case _:
+                    pass
         return [" ".join([*found, *more])] if more else found
 
     def _part(self, node: ast.AST) -> str:
@@ -231,4 +236,5 @@ def _name(node: ast.AST) -> str:
             return "".join(
                 str(one.value) if isinstance(one, ast.Constant) else _name(one) for one in values
             ).strip()
-    return "..."
+        case _:
+            return "..."

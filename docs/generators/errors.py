@@ -70,7 +70,8 @@ def module(site: Site) -> str:
         return f"halfstep.{first.strip('_')}"
     if first == "cli":
         return "The command"
-    if first in ("compat", "integrations") and rest and rest[0] != "__init__":
+    is_public = len(rest) > 1 or not "".join(rest).startswith("_")
+    if first in ("compat", "integrations") and is_public:
         return f"halfstep.{first}.{rest[0].strip('_')}"
     return f"halfstep.{first}" if rest and not first.startswith("_") else "halfstep"
 

@@ -30,7 +30,7 @@ The exit status is 0 if the policy is good as it is, 1 if rules are needed, and
 """
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,

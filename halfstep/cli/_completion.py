@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from halfstep.cli._arguments import add_command
 from halfstep.cli._errors import CommandError
@@ -23,7 +24,7 @@ halfstep completion fish > ~/.config/fish/completions/halfstep.fish
 """
 
 
-def add(commands: argparse._SubParsersAction, whole: Callable[[], argparse.ArgumentParser]) -> None:
+def add(commands: Any, whole: Callable[[], argparse.ArgumentParser]) -> None:
     """Add the subcommand to the command, which `whole` makes."""
 
     def run(arguments: argparse.Namespace) -> int:
@@ -61,6 +62,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action
-        if isinstance(action, argparse._SubParsersAction):
+        # Of commands, the choices are their parsers.
+        if isinstance(action.choices, Mapping):
             for command in action.choices.values():
                 yield from _actions(command)

@@ -43,7 +43,7 @@ ENABLES: Mapping[str, str] = MappingProxyType(
 """What extras are for, which metadata does not say."""
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,

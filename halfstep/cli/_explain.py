@@ -1,6 +1,7 @@
 """`halfstep explain`: what does autocast make of it?"""
 
 import argparse
+from typing import Any
 
 from halfstep._explain import ExplainReport, explain
 from halfstep.cli._arguments import LOSS, add_command, add_maker, policy
@@ -18,7 +19,7 @@ The exit status is 0, and 2 if there is no answer.
 """
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -72,11 +73,12 @@ def explained(arguments: argparse.Namespace) -> ExplainReport:
 
 
 def _page(report: ExplainReport) -> str:
+    body = report._repr_html_()  # pyright: ignore[reportPrivateUsage]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         '<meta name="color-scheme" content="light dark">'
         "<title>halfstep explain</title>"
         "<style>body{font:14px system-ui,sans-serif;margin:1.5em}</style>"
-        f"</head><body>{report._repr_html_()}</body></html>\n"
+        f"</head><body>{body}</body></html>\n"
     )

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from halfstep._explain import LintError
 from halfstep.cli._arguments import LOSS, add_command, share
@@ -17,7 +18,7 @@ lowered (with --f8: not in 8 bits), and 2 if there is no answer.
 """
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
@@ -16,7 +16,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def kept_apart(arguments: argparse.Namespace) -> Iterator[None]:
+def kept_apart(arguments: argparse.Namespace) -> Generator[None]:
     """What the user's code prints in here does not get into JSON on standard output."""
     # Now, not after minutes of work.
     if arguments.json != "-":

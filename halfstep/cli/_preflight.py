@@ -47,7 +47,7 @@ halfstep preflight train.py:make_step --target rtx4070 --largest-batch
 _PLOTS = (".png", ".pdf", ".svg")
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from typing import Any
 
 from halfstep._formats import dtype_name
 from halfstep._policy import Policy
@@ -28,7 +29,7 @@ is no answer.
 """
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Any) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,

@@ -53,4 +53,4 @@ def test_the_page_can_be_written(
     monkeypatch.setattr(render, "DOCS", tmp_path)
     assert render.render(page.read_text()).count("\n| ") > 40
     for row in result["peer_cosines"]:
-        assert f"| {row['library']} " in render.fp8(result)
+        assert f"| {row['library']} " in render.RENDERERS["fp8"](result)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import overhead
+from benchmarks import _environments, overhead
 from benchmarks._report import table
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -46,6 +46,28 @@ def test_table():
     lines = text.splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == ["|", "A", "|", "heading", "|"]
+
+
+def test_jaxamp_in_its_own_environment(tmp_path, monkeypatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(overhead, "measure", lambda **_: [])
+    given: list[str] = []
+
+    def run(name: str, module: str, argv: list[str], **_: object) -> dict:
+        given.extend([name, module, *argv])
+        return {"row": {"step": "jaxamp", "time_ratio": 1.1}, "versions": {"jax": "0.6.2"}}
+
+    monkeypatch.setattr(_environments, "run", run)
+    made = overhead.main(["--peers", "--rounds", "3", "--batch", "2"])
+    assert given[:2] == ["jaxamp", "benchmarks._peers._overhead"]
+    assert given[2:] == ["jaxamp", "--rounds", "3", "--batch", "2"]
+    assert made["rows"][0]["step"] == "jaxamp, on JAX 0.6.2"
+
+    def missing(*_: object, **__: object) -> dict:
+        raise _environments.MissingEnvironmentError("no wheel")
+
+    monkeypatch.setattr(_environments, "run", missing)
+    assert overhead.main(["--peers"])["rows"] == []
+    assert "jaxamp is left out: no wheel" in capsys.readouterr().out
 
 
 def test_json(tmp_path, monkeypatch):

@@ -1,14 +1,18 @@
 """`python -m benchmarks`: it knows all of them, runs them in turn, and goes on after a failure."""
 
 import importlib
+import os
 import pathlib
+import platform
 import subprocess
+import sys
 import types
 from typing import Any
 
 import pytest
 
-from benchmarks import __main__ as command, _report, _suite, render
+from benchmarks import PEERS, __main__ as command, _environments, _report, _suite, render
+from benchmarks._environments import MissingEnvironmentError
 from benchmarks._suite import GROUPS, Benchmark
 
 FOLDER = pathlib.Path(_suite.__file__).parent
@@ -57,15 +61,21 @@ def test_an_unknown_name(capsys: pytest.CaptureFixture):
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path) -> list[list[str]]:
-    """Commands instead of processes; that of `bisect` fails."""
+    """Commands instead of processes; that of `bisect` fails, and jmp cannot be installed."""
     commands: list[list[str]] = []
 
-    def fake(given: list[str], **_: Any) -> Any:
-        commands.append(given[1:])
+    def folder(name: str) -> pathlib.Path:
+        if name == "jmp":
+            raise MissingEnvironmentError("no wheel")
+        return pathlib.Path("packages", name)
+
+    def fake(given: list[str], env: dict[str, str], **_: Any) -> Any:
+        commands.append([*given[1:], env[PEERS]])
         return types.SimpleNamespace(returncode=3 if "benchmarks.bisect" in given else 0)
 
     monkeypatch.setattr(subprocess, "run", fake)
     monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(_environments, "packages_of", folder)
     return commands
 
 
@@ -83,6 +93,7 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
         "benchmarks/results/memory.json",
         "--plot",
         "docs/images/memory.png",
+        "packages/mpx",
     ]
     said = capsys.readouterr().out
     assert "[3/3] bisect: FAILED with exit status 3" in said
@@ -99,10 +110,31 @@ def test_quick_results_go_elsewhere(ran, monkeypatch, tmp_path):
         ".cache/benchmarks/scale.json",
         "--plot",
         ".cache/benchmarks/scale.png",
+        "",
     ]
     assert command.main(["--out", "elsewhere", "fp8_memory"]) == 0
-    assert ran[-1][-1] == "elsewhere/fp8_memory.json"
+    assert ran[-1][-2] == "elsewhere/fp8_memory.json"
     assert (tmp_path / "elsewhere").is_dir()
+
+
+def test_what_cannot_be_installed_is_left_out(ran, capsys: pytest.CaptureFixture):
+    assert command.main(["--quick", "overhead"]) == 0
+    assert ran[0][-1] == "packages/mpx"
+    assert "jmp is left out: no wheel\n" in capsys.readouterr().out
+
+
+def test_folders_of_others_come_last(tmp_path: pathlib.Path, monkeypatch):
+    (tmp_path / "some_peer.py").write_text("")
+    code = "import benchmarks, sys, some_peer; print(sys.path[-1])"
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=_suite.ROOT,
+        env={**os.environ, PEERS: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout.strip() == str(tmp_path)
 
 
 def test_the_machine_is_described_and_not_named():
@@ -110,8 +142,6 @@ def test_the_machine_is_described_and_not_named():
     assert machine["cores"] >= 1
     assert machine["memory_gib"] > 0.1
     assert machine["processor"]
-    import platform
-
     text = str(machine)
     assert platform.node() not in text
     assert "/" not in text

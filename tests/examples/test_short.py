@@ -20,7 +20,12 @@ from tests._jaxprs import contractions
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-IMAGES = {cnn_batchnorm: "f16", flax_nnx: "bf16", haiku_mlp: "bf16", plain_jax: "f16"}
+IMAGES = {
+    cnn_batchnorm: "--policy f16 --width 8",
+    flax_nnx: "--policy bf16 --width 8",
+    haiku_mlp: "--policy bf16 --width 80",
+    plain_jax: "--policy f16 --width 80",
+}
 
 
 def name(script: ModuleType) -> str:
@@ -35,8 +40,9 @@ def records(out: pathlib.Path) -> list[dict[str, Any]]:
 def test_images(
     script: ModuleType, data: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ):
-    policy, sizes = IMAGES[script], "--steps 40 --batch 32 --width 8 --log-every 1 --eval-every 40"
-    script.main([*sizes.split(), f"--policy={policy}", f"--data={data}", f"--out={tmp_path}"])
+    options = f"{IMAGES[script]} --steps 40 --batch 32 --log-every 1 --eval-every 40"
+    script.main([*options.split(), f"--data={data}", f"--out={tmp_path}"])
+    policy = options.split()[1]
     log = records(tmp_path / policy)
     assert [record["step"] for record in log] == list(range(1, 41))
     assert np.mean([record["loss"] for record in log[-5:]]) < 0.5 * log[0]["loss"]
