@@ -135,12 +135,6 @@ def test_the_readme_runs_the_result_of_its_diff():
     assert result in snippet
 
 
-def test_what_the_home_page_takes_from_the_readme_has_no_links_of_its_own():
-    # They would be relative to the README.
-    first_screen = README.read_text().split("[start:first-screen]")[1].split("[end:")[0]
-    assert re.findall(r"\]\((?!https://)[^)]*\)", first_screen) == []
-
-
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 145
 
