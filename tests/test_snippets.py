@@ -149,22 +149,6 @@ def test_the_main_names_have_examples():
         "cast_to_full_precision",
         "cast_to_half_precision",
         "half_dtype",
-        "optim.CompressedState",
-        "optim.FlashState",
-        "optim.MasterState",
-        "optim.Release",
-        "optim.ReleaseState",
-        "optim.StateError",
-        "optim.Transformation",
-        "optim.coded",
-        "optim.flash_adam",
-        "optim.flash_lion",
-        "optim.flash_sgd",
-        "quant.Code",
-        "quant.Groups",
-        "quant.Quantized",
-        "quant.dequantize",
-        "quant.groups_for",
     }
     assert set(documented()) - set(WITH_EXAMPLES) == trivial
 

@@ -15,7 +15,22 @@ from halfstep.quant._groups import groups_between
 
 
 class StateError(ValueError):
-    """A state does not fit the optimizer or the parameters: it says where, and what changed."""
+    """A state does not fit the optimizer or the parameters: it says where, and what changed.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        params = {"w": jnp.ones(8)}
+        state = optim.flash_lion(1e-4).init(params)
+        try:
+            optim.flash_adam(1e-3).step(params, state, params)
+        except optim.StateError as error:
+            message = str(error)
+        assert "made by another optimizer" in message
+        ```
+    """
 
 
 def check_state(

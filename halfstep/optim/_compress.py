@@ -19,7 +19,22 @@ _NO_RULES: Mapping[str, str | None] = MappingProxyType({})
 
 
 class CompressedState(NamedTuple):
-    """The state of an optimizer, some of whose arrays are a `quant.Quantized`."""
+    """The state of an optimizer, some of whose arrays are a `quant.Quantized`.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from halfstep import optim
+
+        optimizer = optim.compress(optax.adam(1e-3))
+        state = optimizer.init({"w": jnp.ones((128, 64))})
+        assert isinstance(state, optim.CompressedState) and state.count == 0
+        moments = state.inner[0]
+        assert moments.mu["w"].codes.dtype == jnp.int8
+        assert moments.nu["w"].codes.dtype == jnp.uint8
+        ```
+    """
 
     count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
     """How many steps have been applied."""

@@ -20,7 +20,21 @@ _KINDS = ("split16", "split8", "float32", "stochastic")
 
 
 class MasterState(NamedTuple):
-    """What 16-bit parameters lack, and the state of the optimizer that sees all of them."""
+    """What 16-bit parameters lack, and the state of the optimizer that sees all of them.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from halfstep import optim, quant
+
+        before = jnp.full((128, 64), 0.1)
+        params, state = optim.master(optax.sgd(1e-3), "split16").prepare({"w": before})
+        assert isinstance(state, optim.MasterState)
+        assert params["w"].dtype == jnp.bfloat16 and state.rest["w"].dtype == jnp.int16
+        assert (quant.join(params["w"], state.rest["w"]) == before).all()
+        ```
+    """
 
     count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
     """How many steps have been applied."""

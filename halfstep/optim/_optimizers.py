@@ -126,6 +126,20 @@ def flash_adam(
 
     Returns:
         An optimizer of Optax's kind, which also has `step` and `prepare`.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        from halfstep import optim
+
+        params = jax.eval_shape(lambda: {"w": jnp.zeros((1024, 1024))})
+        small = jax.eval_shape(optim.flash_adam(1e-3).prepare, params)
+        usual = jax.eval_shape(optax.adam(1e-3).init, params)
+        assert optim.stored_bytes(params, usual) / 1024**2 >= 12
+        assert optim.stored_bytes(small) / 1024**2 < 5.126
+        ```
     """
     return flash_adamw(
         learning_rate,
@@ -176,6 +190,19 @@ def flash_lion(
 
     Returns:
         An optimizer of Optax's kind, which also has `step` and `prepare`.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        optimizer = optim.flash_lion(1e-4)
+        params, state = optimizer.prepare({"w": jnp.zeros((128, 64))})
+        assert optim.stored_bytes(params, state) / (128 * 64) < 4.1
+        params, state = jax.jit(optimizer.step)(params, state, {"w": jnp.ones((128, 64))})
+        assert jnp.allclose(params["w"].astype(jnp.float32), -1e-4, rtol=0.01)
+        ```
     """
     return flash(
         Recipe(
@@ -227,6 +254,19 @@ def flash_sgd(
 
     Returns:
         An optimizer of Optax's kind, which also has `step` and `prepare`.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        optimizer = optim.flash_sgd(0.1)
+        params, state = optimizer.prepare({"w": jnp.zeros((128, 64))})
+        assert optim.stored_bytes(params, state) / (128 * 64) < 3.1
+        params, state = jax.jit(optimizer.step)(params, state, {"w": jnp.ones((128, 64))})
+        assert jnp.allclose(params["w"].astype(jnp.float32), -0.1, rtol=0.01)
+        ```
     """
     return flash(
         Recipe(

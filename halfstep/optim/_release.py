@@ -21,7 +21,25 @@ from halfstep.optim._release_stack import backward, forward, put, take
 
 
 class ReleaseState(NamedTuple):
-    """The state of the optimizer of a released step."""
+    """The state of the optimizer of a released step.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from halfstep import optim
+
+        step = optim.release(
+            lambda layer, x, outer, batch: layer * x,
+            optax.sgd(0.1, momentum=0.9),
+            first=lambda outer, batch: outer * batch,
+            last=lambda outer, x, batch: jnp.mean(x**2),
+        )
+        state = step.init({"outer": jnp.ones(2), "layers": jnp.ones((3, 2))})
+        assert isinstance(state, optim.ReleaseState)
+        assert state.layers[0].trace.shape == (3, 2)
+        ```
+    """
 
     outer: Any
     """Of the parameters outside of the stack."""
@@ -49,7 +67,26 @@ class _Pass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Release:
-    """A training step that `release` has made. Call it as `step(params, state, batch)`."""
+    """A training step that `release` has made. Call it as `step(params, state, batch)`.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        from halfstep import optim
+
+        step = optim.release(
+            lambda layer, x, outer, batch: layer * x,
+            optax.sgd(0.1),
+            first=lambda outer, batch: outer * batch,
+            last=lambda outer, x, batch: jnp.mean(x**2),
+        )
+        params = {"outer": jnp.ones(2), "layers": jnp.ones((3, 2))}
+        loss, params, state = jax.jit(step)(params, step.init(params), jnp.ones(2))
+        assert loss == 1 and (params["layers"] < 1).all()
+        ```
+    """
 
     layer: Callable[..., Any]
     tx: optax.GradientTransformation

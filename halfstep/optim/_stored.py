@@ -12,6 +12,17 @@ def coded(state: Any) -> list[Quantized]:
 
     Args:
         state: Any optimizer's.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        params = {"w": jnp.ones((128, 64)), "b": jnp.zeros(64)}
+        state = optim.flash_adam(1e-3).init(params)
+        # Both moments of `w`; those of `b` are too small.
+        assert [x.codes.shape for x in optim.coded(state)] == [(128, 64), (128, 64)]
+        ```
     """
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Quantized))
     return [leaf for leaf in leaves if isinstance(leaf, Quantized)]

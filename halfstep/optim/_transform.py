@@ -21,6 +21,22 @@ class Transformation(optax.GradientTransformationExtraArgs):
         prepare: `prepare(params)` returns parameters to compute with and a state: it converts
             large float32 parameters to bfloat16 and stores what they lack. `init` takes parameters
             as they are.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        import optax
+        from halfstep import optim
+
+        optimizer = optim.flash_sgd(0.5)
+        params, grads = jnp.ones(4), jnp.full(4, 0.5)
+        state = optimizer.init(params)
+        updates, _ = optimizer.update(grads, state, params)
+        new, state = optimizer.step(params, state, grads)
+        assert (new == optax.apply_updates(params, updates)).all()
+        kept, state = optimizer.step(new, state, grads, finite=False)
+        assert (kept == new).all()
+        ```
     """
 
     step: Callable[..., tuple[Any, Any]]

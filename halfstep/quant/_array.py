@@ -12,7 +12,20 @@ from halfstep.quant._split import check_dtype, widened
 
 
 class Quantized(NamedTuple):
-    """An array in few bits. Both parts are plain arrays; they are sharded alike."""
+    """An array in few bits. Both parts are plain arrays; they are sharded alike.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        small = quant.quantize(jnp.ones((64, 8)))
+        assert isinstance(small, quant.Quantized)
+        assert small.codes.shape == (64, 8) and small.codes.dtype == jnp.int8
+        # One for every 32 rows of a column.
+        assert small.scale.shape == (2, 8) and small.scale.dtype == jnp.bfloat16
+        ```
+    """
 
     codes: Shaped[Array, "..."]
     scale: Shaped[Array, "..."]
@@ -92,6 +105,18 @@ def dequantize(
 
     Returns:
         Float32 values.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        value = jnp.linspace(-1, 1, 64)
+        small = quant.quantize(value, "int4")
+        assert small.codes.nbytes == 32
+        error = quant.dequantize(small, "int4", shape=value.shape) - value
+        assert jnp.max(abs(error)) < 0.15
+        ```
     """
     code = as_code(code)
     shape = _value_shape(array, code, groups) if shape is None else shape

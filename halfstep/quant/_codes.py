@@ -33,6 +33,19 @@ class Code:
 
     Scales may be as large as `2**126`. What is so small that float32 holds it as a denormal number
     is zero where the hardware takes those for zero.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        code = quant.CODES["int8"]
+        assert (code.bits, code.limit, code.is_root) == (8, 127, False)
+        value, scale = jnp.array([-4.0, 0.01, 4.0]), jnp.float32(4)
+        codes = code.encode(value, scale)
+        assert codes.tolist() == [-127, 1, 127]
+        assert jnp.allclose(code.decode(codes, scale), value, atol=0.01)
+        ```
     """
 
     name: str

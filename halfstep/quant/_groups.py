@@ -17,6 +17,17 @@ class Groups:
 
     Scales have the shape of the array with that axis divided, so that whatever shards the array
     shards its scales alike.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import quant
+
+        groups = quant.Groups(axis=-1, size=16)
+        assert groups.scale_shape((4, 64)) == (4, 4)
+        small = quant.quantize(jnp.ones((4, 64)), groups=groups)
+        assert small.scale.shape == (4, 4)
+        ```
     """
 
     axis: int
@@ -72,6 +83,16 @@ def groups_for(
     Returns:
         The groups; `None` if every axis that would do is divided within a group, and for arrays
             without elements.
+
+    Example:
+        ```python
+        from halfstep import quant
+
+        assert quant.groups_for((64, 128)) == quant.Groups(axis=-2, size=32)
+        # Over four devices a column has 16 rows on each; a row has all of its columns.
+        assert quant.groups_for((64, 128), shards=(4, 1)) == quant.Groups(axis=-1, size=32)
+        assert quant.groups_for((8,)) is None
+        ```
     """
     if 0 in shape:
         return None
