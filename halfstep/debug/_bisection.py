@@ -24,6 +24,23 @@ class Needed:
     Attributes:
         rule: The rule.
         lines: The lines of your code with operations that it is for: `"model.py:41"`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def loss(w, x):
+            return jnp.log(jnp.mean((1000 * x * w) ** 2))
+
+
+        batch = jnp.ones(2), jnp.ones(2)
+        found = halfstep.debug.bisect(loss, [batch], "f16,op:*=compute", progress=False)
+        one = found.needed[0]
+        assert str(one.rule) in str(found.policy)
+        assert all(":6" in line for line in one.lines)
+        ```
     """
 
     rule: PrecisionRule
@@ -44,6 +61,22 @@ class Bisection:
         wide: How many of them the rules are for.
         candidates: From how many scopes and operations they were chosen at first.
         compiles: How many programs were compiled.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def loss(w, x):
+            return jnp.log(jnp.mean((1000 * x * w) ** 2))
+
+
+        batch = jnp.ones(2), jnp.ones(2)
+        found = halfstep.debug.bisect(loss, [batch], "f16,op:*=compute", progress=False)
+        assert found.before == float("inf") and found.error <= found.tolerance
+        assert 0 < found.wide < found.operations
+        ```
     """
 
     policy: Policy

@@ -140,6 +140,21 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
 
     Raises:
         ValueError: If the directory is no whole capture, or of other arguments.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+        import tempfile
+
+        capture = halfstep.debug.Capture(tempfile.mkdtemp())
+        x = jnp.array([1.0, 0.0])
+        capture(halfstep.all_finite(jnp.log(x)), x)
+        (saved,) = capture.wait()
+        (again,) = halfstep.debug.load_capture(saved, jnp.zeros(2))
+        found = halfstep.debug.first_nonfinite(jnp.log, again)
+        assert found.count == 1
+        ```
     """
     path = pathlib.Path(directory).absolute()
     if not (path / _ABOUT).is_file():

@@ -23,6 +23,23 @@ class Deviation:
         cosine: Between both.
         before: The largest error among the sites that it is made of.
         turns: Of a site in a loop, the error in each turn.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def f(x):
+            return jnp.tanh(x + 1000.0 - 1000.0)
+
+
+        report = halfstep.debug.compare(f, "bf16,op:*=compute", sites="ops")(jnp.full(4, 0.3))
+        worst = report.worst[0]
+        assert isinstance(worst, halfstep.debug.Deviation)
+        assert (worst.site.op, worst.dtype) == ("sub", "bf16")
+        assert worst.error > 0.5 and worst.before < 0.01
+        ```
     """
 
     site: Site
@@ -49,6 +66,22 @@ class GradientDeviation:
     Attributes:
         path: Of the parameter.
         sums: What `error` and `cosine` are made of.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            return x @ params["scale"] + params["offset"]
+
+
+        params = {"scale": jnp.ones(4), "offset": jnp.float32(0)}
+        report = halfstep.debug.compare(loss, "bf16")(params, jnp.full(4, 0.1))
+        errors = {one.path: one.error for one in report.gradients}
+        assert 0 < errors["scale"] < 0.01 and errors["offset"] == 0
+        ```
     """
 
     path: str
@@ -81,6 +114,23 @@ class Comparison:
         results: Error and cosine of what the function returns.
         sites: All sites that were computed, in the order of a run.
         gradients: Of a loss, how far the gradient of each parameter is off; else empty.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def loss(w, x):
+            return jnp.mean((x @ w) ** 2)
+
+
+        w, x = jnp.linspace(0.1, 1, 4), jnp.linspace(-1, 0.5, 8).reshape(2, 4)
+        report = halfstep.debug.compare(loss, "bf16")(w, x)
+        assert isinstance(report, halfstep.debug.Comparison)
+        assert 0 < report.results.error < 0.01
+        assert report.gradient.cosine > 0.999
+        ```
     """
 
     policy: str

@@ -29,7 +29,19 @@ ABSENT = (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Distance(NamedTuple):
-    """How far two values are apart: relative error, cosine, and elements that one lost."""
+    """How far two values are apart: relative error, cosine, and elements that one lost.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        report = halfstep.debug.compare(lambda w: w * 1e5, "f16,op:*=compute")(jnp.ones(3))
+        # Larger than float16 can hold: finite in float32, and infinite here.
+        assert isinstance(report.results, halfstep.debug.Distance)
+        assert report.results.error == float("inf") and report.results.bad == 3
+        ```
+    """
 
     error: float
     cosine: float

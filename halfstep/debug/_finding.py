@@ -27,6 +27,17 @@ class Range:
         low: The smallest finite element; NaN if it was not recorded.
         high: The largest finite element; NaN if it was not recorded.
         zeros: How many elements are zero; NaN if it was not recorded.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        found = halfstep.debug.first_nonfinite(jnp.log, jnp.array([4.0, 0.0, 0.5]))
+        given = found.operands[0].range
+        assert (given.low, given.high, given.smallest) == (0, 4, 0.5)
+        assert given.zeros == 1 and given.bad == 0
+        ```
     """
 
     absmax: float
@@ -73,6 +84,18 @@ class Operand:
         site: Where the value was made; `None` for a number that is written into the program.
         range: Its numbers, over all turns of a loop.
         value: A number that is written into the program.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        found = halfstep.debug.first_nonfinite(lambda x: 1.0 / x, jnp.array([4.0, 0.0]))
+        number, x = found.operands
+        assert isinstance(x, halfstep.debug.Operand)
+        assert number.site is None and number.value == 1
+        assert x.site.op == "argument" and x.range.zeros == 1
+        ```
     """
 
     site: Site | None
@@ -106,6 +129,18 @@ class NonFinite:
         reaches: Whether anything that is not finite reaches a result or a check of one. If not, it
             is masked, and harmless.
         advice: What to do.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        found = halfstep.debug.first_nonfinite(lambda x: jnp.log(x - 1), jnp.ones(3))
+        assert isinstance(found, halfstep.debug.NonFinite)
+        assert (found.site.op, found.kind, found.count) == ("log", "inf", 3)
+        assert found.reaches and found.operands[0].range.zeros == 3
+        assert str(found).startswith("an infinity in log, f32[3]")
+        ```
     """
 
     site: Site

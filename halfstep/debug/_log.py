@@ -23,6 +23,21 @@ class Log(eqx.Module):
     Attributes:
         rows: Numbers of each site in each of the last steps, as `[steps, sites, columns]`.
         step: How many steps were recorded.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda x: x * 100, last=4)
+        x = jnp.ones(2)
+        log = recorder.init(x)
+        for _ in range(6):
+            log, x = jax.jit(recorder)(log, x)
+        assert log.step == 6 and log.rows.shape[:2] == (4, len(log.sites))
+        assert log.report().steps == (2, 3, 4, 5)
+        ```
     """
 
     rows: Float[Array, "steps sites columns"]

@@ -19,6 +19,20 @@ class Recorder:
     """A function that keeps a log: `recorder(log, *args)` returns the log and what it returns.
 
     Jit it; without, every operation runs alone. It is made by `debug.record`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda w, x: w - 0.1 * x)
+        assert isinstance(recorder, halfstep.debug.Recorder)
+        w, x = jnp.ones(2), jnp.ones(2)
+        log = recorder.init(w, x)
+        log, w = jax.jit(recorder)(log, w, x)
+        assert log.step == 1 and jnp.allclose(w, 0.9)
+        ```
     """
 
     def __init__(

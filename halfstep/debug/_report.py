@@ -32,6 +32,23 @@ class Trace:
         bad: How many elements were not finite.
         below: The share of elements below the compute dtype's smallest normal number.
         above: The share of elements above its largest.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda x: x * 100, compute="float16")
+        x = jnp.ones(2)
+        log = recorder.init(x)
+        for _ in range(3):
+            log, x = jax.jit(recorder)(log, x)
+        trace = log.report().sites[-1]
+        assert isinstance(trace, halfstep.debug.Trace)
+        assert trace.absmax == (1e2, 1e4, 1e6)
+        assert trace.above == (0, 0, 1)
+        ```
     """
 
     site: Site
@@ -61,6 +78,23 @@ class DebugReport:
         shown: The sites that the report is about: the first bad one and those it is made of, the
             nearest first; if all is finite, those nearest to what the compute dtype can hold.
         sites: All sites, in the order of a run.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda x: jnp.log(x))
+        x = jnp.full(2, 2.0)
+        log = recorder.init(x)
+        for _ in range(3):
+            log, x = jax.jit(recorder)(log, x)
+        report = log.report()
+        assert isinstance(report, halfstep.debug.DebugReport)
+        assert report.steps == (0, 1, 2) and report.bad_steps == (2,)
+        assert report.step == 2 and report.found.kind == "nan"
+        ```
     """
 
     steps: tuple[int, ...]

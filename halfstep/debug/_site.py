@@ -25,6 +25,27 @@ class Site:
         loops: Which of them are loops, and so have turns.
         type: Dtype and shape of the value, in one turn and on one shard.
         path: Of an argument, its path: `"batch/image"`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def is_exp(site: halfstep.debug.Site) -> bool:
+            return site.op == "exp" and site.scope == "head"
+
+
+        def step(x):
+            with jax.named_scope("head"):
+                return jnp.exp(x) + 1
+
+
+        recorder = halfstep.debug.record(step, sites=is_exp)
+        (site,) = recorder.init(jnp.ones(3)).sites
+        assert site.scope == "head" and str(site.type) == "f32[3]"
+        ```
     """
 
     op: str

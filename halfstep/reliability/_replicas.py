@@ -22,7 +22,28 @@ _SHOWN = 5
 
 
 class ReplicaError(RuntimeError):
-    """Copies of an array that must be the same are not."""
+    """Copies of an array that must be the same are not.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep.reliability import ReplicaError, replica_check
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        copies = [jax.device_put(jnp.full(4, d.id == 0, "f4"), d) for d in mesh.devices]
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        w = jax.make_array_from_single_device_arrays((4,), everywhere, copies)
+        try:
+            replica_check({"w": w})
+            found = ""
+        except ReplicaError as error:
+            found = str(error)
+        # A single device has nothing to compare with.
+        assert ("`w` on device 0" in found) == (jax.device_count() > 1)
+        ```
+    """
 
 
 def replica_check(tree: Any, *, step: int | None = None) -> None:
