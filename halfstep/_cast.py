@@ -119,27 +119,77 @@ def cast_tree(tree: T, dtype: DTypeLike, *, keep: Sequence[str] = (), float64: b
 
 
 def cast_to_half_precision(tree: T, dtype: DTypeLike | None = None) -> T:
-    """Cast to half precision: `dtype`, or what the `half_precision` context says, or bfloat16."""
+    """Cast to half precision: `dtype`, or what the `half_precision` context says, or bfloat16.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        assert halfstep.cast_to_half_precision(jnp.ones(2)).dtype == jnp.bfloat16
+        with halfstep.half_precision("f16"):
+            assert halfstep.cast_to_half_precision(jnp.ones(2)).dtype == jnp.float16
+        ```
+    """
     return cast_tree(tree, half_dtype() if dtype is None else dtype)
 
 
 def cast_to_full_precision(tree: T) -> T:
-    """Cast to float32."""
+    """Cast to float32.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        tree = {"w": jnp.ones(2, jnp.bfloat16), "step": jnp.arange(2)}
+        full = halfstep.cast_to_full_precision(tree)
+        assert full["w"].dtype == jnp.float32 and full["step"].dtype == jnp.int32
+        ```
+    """
     return cast_tree(tree, jnp.float32)
 
 
 def cast_to_float16(tree: T) -> T:
-    """Cast to float16."""
+    """Cast to float16.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        assert halfstep.cast_to_float16({"w": jnp.ones(2)})["w"].dtype == jnp.float16
+        ```
+    """
     return cast_tree(tree, jnp.float16)
 
 
 def cast_to_bfloat16(tree: T) -> T:
-    """Cast to bfloat16."""
+    """Cast to bfloat16.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        assert halfstep.cast_to_bfloat16({"w": jnp.ones(2)})["w"].dtype == jnp.bfloat16
+        ```
+    """
     return cast_tree(tree, jnp.bfloat16)
 
 
 def cast_to_float32(tree: T) -> T:
-    """Cast to float32."""
+    """Cast to float32.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        half = {"w": jnp.ones(2, jnp.float16)}
+        assert halfstep.cast_to_float32(half)["w"].dtype == jnp.float32
+        ```
+    """
     return cast_tree(tree, jnp.float32)
 
 

@@ -23,6 +23,15 @@ class Format:
         name: Short name, as policies write it.
         dtype: The NumPy dtype.
         aliases: Other names that mean the same dtype.
+
+    Example:
+        ```python
+        import halfstep
+
+        f16 = halfstep.FORMATS["f16"]
+        assert (f16.bits, f16.mantissa_bits, f16.max) == (16, 10, 65504)
+        assert f16.eps == 2**-10
+        ```
     """
 
     name: str
@@ -94,7 +103,17 @@ _HALF = jax.make_user_context(np.dtype(jnp.bfloat16))
 
 
 def half_dtype() -> np.dtype:
-    """The dtype that "half precision" means here: bfloat16, or what `half_precision` says."""
+    """The dtype that "half precision" means here: bfloat16, or what `half_precision` says.
+
+    Example:
+        ```python
+        import halfstep
+
+        assert halfstep.half_dtype().name == "bfloat16"
+        with halfstep.half_precision("f16"):
+            assert halfstep.half_dtype().name == "float16"
+        ```
+    """
     return _HALF.value
 
 

@@ -12,7 +12,21 @@ from halfstep._verdict import Verdict, as_predicate
 
 
 class SkipLimitError(RuntimeError):
-    """Too many steps in a row were skipped for the next one to be different."""
+    """Too many steps in a row were skipped for the next one to be different.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        ledger = halfstep.Ledger(limit=1).record(jnp.asarray(False))
+        try:
+            ledger.check()
+        except halfstep.SkipLimitError as error:
+            message = str(error)
+        assert "skipped" in message
+        ```
+    """
 
 
 class Ledger(eqx.Module):

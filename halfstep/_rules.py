@@ -29,6 +29,19 @@ class Operation:
         params: What the primitive is bound with.
         ins: Shapes and dtypes of the operands, as the function was written.
         outs: The same of the results.
+
+    Example:
+        ```python
+        import halfstep
+
+
+        def large(operation):
+            return operation.primitive == "dot_general" and operation.outs[0].size > 2**20
+
+
+        rule = halfstep.PrecisionRule("float32", where=large)
+        assert halfstep.Policy(compute="bf16", rules=(rule,)).rules == (rule,)
+        ```
     """
 
     primitive: str

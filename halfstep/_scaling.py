@@ -52,6 +52,16 @@ class AbstractLossScaling(eqx.Module):
 
     Attributes:
         loss_scaling: The scale, for whoever logs it.
+
+    Example:
+        ```python
+        import halfstep
+
+        for scaling in (halfstep.DynamicLossScaling(), halfstep.NoLossScaling()):
+            assert isinstance(scaling, halfstep.AbstractLossScaling)
+        assert halfstep.DynamicLossScaling().checks_finite
+        assert not halfstep.NoLossScaling().checks_finite
+        ```
     """
 
     loss_scaling: eqx.AbstractVar[Any]

@@ -31,6 +31,18 @@ def apply_gradients(
 
     Returns:
         The model and the optimizer's state after the step.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+        import optax
+
+        model, optimizer = {"w": jnp.ones(2)}, optax.sgd(0.5)
+        grads, state = {"w": jnp.ones(2)}, optimizer.init(model)
+        model, state = halfstep.apply_gradients(model, optimizer, state, grads)
+        assert (model["w"] == 0.5).all()
+        ```
     """
     params: Any = eqx.filter(model, eqx.is_inexact_array)
     if hasattr(optimizer, "step"):

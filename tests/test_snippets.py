@@ -115,6 +115,10 @@ def documented() -> dict[str, str]:
     return found
 
 
+def test_every_public_name_has_an_example():
+    assert [n for n, doc in documented().items() if "." not in n and "```python" not in doc] == []
+
+
 WITH_EXAMPLES = {name: doc for name, doc in documented().items() if "```python" in doc}
 
 

@@ -77,6 +77,17 @@ class ExplainEntry:
         in_f8: Whether a contraction multiplies numbers of 8 or 4 bits.
         refusal: Why the policy's recipe leaves a contraction out, or does not multiply it in few
             bits; empty if there is none.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        report = halfstep.explain(lambda w, x: jnp.sum(x @ w), "bf16")(jnp.eye(4), jnp.eye(4))
+        product, total = report.operations
+        assert (product.name, product.dtypes) == ("dot_general", "bf16 -> bf16")
+        assert (total.name, total.dtypes, total.rule) == ("reduce_sum", "f32 -> f32", "float32")
+        ```
     """
 
     name: str

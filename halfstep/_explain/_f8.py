@@ -22,6 +22,17 @@ class ExplainOthers:
         count: How many of them run in one call.
         flops: What they compute.
         sources: Their lines: `train.py:12`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        w = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        f8 = halfstep.explain(lambda w, x: x @ w @ (x @ w).T, "f8")(w, w).totals.f8
+        assert [other.eligible for other in f8.others] == [False]  # No weight.
+        ```
     """
 
     reason: str
@@ -46,6 +57,17 @@ class ExplainF8:
             activations, unless the recipe's `activations` allows them; products of two parameters;
             and what a rule of the policy, `keep` or `keep_precision` has decided.
         others: Those that are not in it, by reason: first those that the recipe is for.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        w = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        f8 = halfstep.explain(lambda w, x: x @ w, "f8")(w, w).totals.f8
+        assert (f8.count, f8.total, f8.format) == (1, 1, "fp8")
+        ```
     """
 
     format: str

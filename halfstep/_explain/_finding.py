@@ -22,6 +22,23 @@ class ExplainFinding:
         fix: What to type.
         bytes: How large the values are, all occurrences together.
         count: How many operations of the line it is about.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def columns(w, x):
+            return jnp.sum((x @ w).astype("bfloat16"), axis=0, dtype="bfloat16")
+
+
+        w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        (finding,) = halfstep.explain(columns, "bf16")(w, w).findings
+        assert finding.kind == "low-precision reduction"
+        assert "sum in float32" in finding.fix
+        ```
     """
 
     kind: str

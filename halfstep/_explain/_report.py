@@ -31,6 +31,17 @@ class ExplainReport:
         findings: What can be changed, and what to type.
         notes: What else is to be known.
         recipe: The policy's recipe for products in 8 or 4 bits, if it has one.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        report = halfstep.explain(lambda w, x: jnp.sum(x @ w), "bf16")(jnp.eye(4), jnp.eye(4))
+        print(report)
+        assert report.compute == "bf16" and report.findings == ()
+        report.check(low=1.0)  # Raises if not all products are in 16 bits.
+        ```
     """
 
     name: str

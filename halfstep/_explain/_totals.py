@@ -27,6 +27,16 @@ class ExplainTotals:
             views of them left out.
         f8: How many contractions are in 8 or 4 bits, and why the others are not; `None` if the
             policy has no recipe.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        report = halfstep.explain(lambda w, x: jnp.sum(x @ w), "bf16")(jnp.eye(4), jnp.eye(4))
+        assert report.totals.low == 1.0
+        assert report.totals.contraction_flops == {"bf16": 2 * 4**3}
+        ```
     """
 
     contraction_flops: Mapping[str, int]

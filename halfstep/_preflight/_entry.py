@@ -55,6 +55,23 @@ class PreflightEntry:
         versions: Of JAX and of the compilers.
         notes: What else is to be known: kernels that are not counted, what a compiler said.
         hlo: The optimized program as text.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def double(x):
+            return 2 * x
+
+
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+        entry = halfstep.preflight(double, (x,), targets="h100")["h100"]
+        assert entry.fits and entry.argument_bytes == entry.output_bytes == 4 * 2**20
+        ```
     """
 
     target: str

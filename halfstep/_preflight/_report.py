@@ -22,6 +22,25 @@ class PreflightReport:
 
     `print(report)` shows a table, a notebook the same as HTML; `report["h100"]` is one entry, or
     `report["h100", "bf16"]` where there are several variants.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def double(x):
+            return 2 * x
+
+
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+        report = halfstep.preflight(double, (x,), targets="h100")
+        print(report)
+        assert report.targets == ("h100",)
+        report.require_fit()
+        ```
     """
 
     entries: tuple[PreflightEntry, ...]

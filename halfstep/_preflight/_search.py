@@ -16,6 +16,25 @@ class LargestBatch:
         batch: The largest batch that fits.
         entry: What the compiler says about that batch.
         tried: All batches that were compiled.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def step_for_batch(batch):
+            x = jax.ShapeDtypeStruct((batch, 4096), jnp.float32)
+            return (lambda x: jnp.tanh(x @ x.T)), (x,)
+
+
+        found = halfstep.preflight.largest_batch(
+            step_for_batch, target="l4", multiple_of=32768, maximum=32768
+        )
+        assert found.entry == found.tried[found.batch]
+        assert found.batch == 32768
+        ```
     """
 
     batch: int
