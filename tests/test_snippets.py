@@ -1,19 +1,22 @@
 """Every snippet in the README, the docs and the docstrings runs, and prints what a page shows."""
 
 import contextlib
+import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import io
 import pathlib
 import re
 import textwrap
+import types
 from typing import NamedTuple
 
 import jax
 import pytest
 
 import halfstep
-from halfstep import optim, quant
+from halfstep import debug, optim, quant, reliability
 from tests._rows import slow_unless
 from tests.preflight._compilers import need
 
@@ -98,16 +101,31 @@ def test_some_pages_show_output():
     assert shown >= {"choosing-a-policy", "loss-scaling"}
 
 
+def public_modules() -> dict[str, types.ModuleType]:
+    """Modules with public names, by what stands before these."""
+    found = {
+        "": halfstep,
+        "optim.": optim,
+        "quant.": quant,
+        "debug.": debug,
+        "reliability.": reliability,
+    }
+    if importlib.util.find_spec("orbax") is not None:
+        found["orbax."] = importlib.import_module("halfstep.integrations.orbax")
+    return found
+
+
 def documented() -> dict[str, str]:
     """Docstrings by dotted name: every public object and every public method."""
     found = {}
-    for module, prefix in ((halfstep, ""), (optim, "optim."), (quant, "quant.")):
-        for name in dir(module):
-            thing = getattr(module, name)
-            if name.startswith("_") or inspect.ismodule(thing):
+    for prefix, module in public_modules().items():
+        for name, thing in vars(module).items():
+            is_ours = getattr(thing, "__module__", "").startswith("halfstep")
+            if name.startswith("_") or not is_ours:
                 continue
             if inspect.isfunction(thing) or inspect.isclass(thing):
-                found[f"{prefix}{name}"] = inspect.getdoc(thing) or ""
+                # Its own: `inspect.getdoc` would take that of a base class.
+                found[f"{prefix}{name}"] = inspect.cleandoc(thing.__doc__ or "")
     source = (ROOT / "halfstep" / "_formats.py").read_text()
     found["FORMATS"] = source[source.index("FORMATS: ") :]
     found["preflight"] = inspect.getdoc(halfstep.preflight.__call__) or ""
@@ -115,46 +133,21 @@ def documented() -> dict[str, str]:
     return found
 
 
-def test_every_public_name_has_an_example():
-    assert [n for n, doc in documented().items() if "." not in n and "```python" not in doc] == []
-
-
 WITH_EXAMPLES = {name: doc for name, doc in documented().items() if "```python" in doc}
+# Captures are written by Orbax.
+NEED_ORBAX = {"debug.Capture", "debug.load_capture"}
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_docstrings(name: str, tmp_path: pathlib.Path):
+    if name in NEED_ORBAX:
+        pytest.importorskip("orbax.checkpoint")
     with jax.numpy_dtype_promotion("standard"):
         assert run(blocks(WITH_EXAMPLES[name]), name, tmp_path) > 0
 
 
-def test_the_main_names_have_examples():
-    trivial = {
-        "AbstractLossScaling",
-        "DoesNotFitError",
-        "ExplainEntry",
-        "ExplainFinding",
-        "ExplainReport",
-        "ExplainF8",
-        "ExplainOthers",
-        "ExplainTotals",
-        "Format",
-        "LargestBatch",
-        "Operation",
-        "LintError",
-        "PreflightEntry",
-        "PreflightError",
-        "PreflightReport",
-        "SkipLimitError",
-        "apply_gradients",
-        "cast_to_bfloat16",
-        "cast_to_float16",
-        "cast_to_float32",
-        "cast_to_full_precision",
-        "cast_to_half_precision",
-        "half_dtype",
-    }
-    assert set(documented()) - set(WITH_EXAMPLES) == trivial
+def test_every_public_name_has_an_example():
+    assert set(documented()) - set(WITH_EXAMPLES) == set()
 
 
 def test_a_broken_snippet_fails(tmp_path: pathlib.Path):

@@ -26,7 +26,6 @@ from halfstep._explain._sources import Source
 from halfstep.debug import _live, _live_plot, _live_read, _live_show
 from halfstep.debug._live_history import History, Part
 from halfstep.debug._live_shares import Sites
-from tests.test_snippets import blocks, run
 
 
 class FakeBar:
@@ -58,10 +57,6 @@ def _recorded(scale=1.0, steps=1, compute=None, dtype=jnp.float16):
     for _ in range(steps):
         log, _ = run(log, w, x)
     return log
-
-
-def test_the_example(tmp_path):
-    assert run(blocks(inspect.getdoc(debug.Live) or ""), "live", tmp_path) == 1
 
 
 # The line.

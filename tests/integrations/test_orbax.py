@@ -17,7 +17,6 @@ import halfstep
 from halfstep._digest import digests
 from halfstep.integrations._orbax._files import read_data
 from tests.integrations._bits import assert_same, recipes_state, same_bits, through
-from tests.test_snippets import blocks, run
 
 orbax = pytest.importorskip("halfstep.integrations.orbax")
 Checkpoints, CheckpointError = orbax.Checkpoints, orbax.CheckpointError
@@ -487,10 +486,6 @@ def test_donated_after_the_save(tmp_path: pathlib.Path):
         for step in range(1, 4):
             _, saved = checkpoints.restore(jax.ShapeDtypeStruct(value.shape, value.dtype), step)
             assert np.all(np.asarray(saved) == step - 1)
-
-
-def test_the_example(tmp_path: pathlib.Path):
-    assert run(blocks(orbax.Checkpoints.__doc__), "Checkpoints", tmp_path) == 1
 
 
 def test_nothing_is_said_when_all_is_well(run_of_two: pathlib.Path):

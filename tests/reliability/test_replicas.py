@@ -1,7 +1,5 @@
 """Copies that differ are found, and named."""
 
-import inspect
-import pathlib
 from typing import Any
 
 import jax
@@ -10,9 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-import halfstep
 from halfstep.reliability import ReplicaError, replica_check
-from tests.test_snippets import blocks, run
 
 
 def mesh_of(*shape: int) -> jax.sharding.Mesh:
@@ -73,9 +69,3 @@ def test_many_are_counted():
 def test_keys(getkey: Any):
     everywhere = NamedSharding(mesh_of(4), P())
     replica_check({"key": jax.device_put(getkey(), everywhere)})
-
-
-@pytest.mark.parametrize("name", ["Preemption", "Watchdog", "replica_check"])
-def test_the_examples(name: str, tmp_path: pathlib.Path):
-    text = inspect.getdoc(getattr(halfstep.reliability, name)) or ""
-    assert run(blocks(text), name, tmp_path) == 1
