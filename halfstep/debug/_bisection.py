@@ -39,7 +39,7 @@ class Needed:
         found = halfstep.debug.bisect(loss, [batch], "f16,op:*=compute", progress=False)
         one = found.needed[0]
         assert str(one.rule) in str(found.policy)
-        assert all(":6" in line for line in one.lines)
+        assert all(line.endswith(":6") for line in one.lines)
         ```
     """
 
