@@ -173,6 +173,7 @@ def test_arguments_of_divided_models_are_all_on_the_mesh(policy: str):
 # Compiled.
 
 
+@pytest.mark.slow
 def test_small_programs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     need("cuda")
     monkeypatch.setattr(fp8, "GEMMS", ("triton",))

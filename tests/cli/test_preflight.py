@@ -424,6 +424,7 @@ def test_help_says_what_make_step_is(capsys: pytest.CaptureFixture[str]):
     assert 'def make_step(policy="f32", batch=64):' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_gpu_compiler(tmp_path: pathlib.Path):
     need("cuda")
     options = ["--target", "h100", "--policy", "bf16", "--batch", "64", "--require-fit"]

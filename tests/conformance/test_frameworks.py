@@ -141,8 +141,13 @@ def contraction_dtypes(name: str, policy: str) -> list[tuple[np.dtype, ...]]:
     ]
 
 
-@every_policy
-@every_row
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    slow_unless(
+        [(name, policy) for name in BY_NAME for policy in POLICIES],
+        lambda name, policy: policy == "f16" or name == "equinox",
+    ),
+)
 def test_dtypes_are_stable_and_nothing_is_traced_again(name: str, policy: str):
     step, traces = compiled(name, policy)
     train, scaling, ledger = start(name, policy)

@@ -155,6 +155,7 @@ def test_another_measure():
     assert len(asked) + 1 == found.compiles
 
 
+@pytest.mark.slow
 def test_which_products_can_stay_in_8_bits():
     keys = jax.random.split(jax.random.key(0), 3)
     ws = {name: jax.random.normal(key, (32, 32)) / 6 for name, key in zip("abc", keys, strict=True)}

@@ -12,7 +12,6 @@ from benchmarks._transformers import CASES, data
 from halfstep import Policy
 from halfstep._autocast._kept import keep, restore
 from halfstep._recipe import Factor
-from tests._rows import slow_unless
 from tests.f8.test_frameworks import cosine, flat
 
 ROWS = {element: Factor(element=element, per="row") for element in ("e4m3", "e5m2")}
@@ -56,7 +55,8 @@ def bytes_kept(loss: Any, params: Any, x: Any, policy: str) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("recipe", slow_unless(["bf16", "f8-e4m3"], lambda r: r == "bf16"))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "f8-e4m3"])
 def test_half_the_bytes_and_nearly_the_gradient(recipe: str):
     made = CASES["linen"]()
     policy = f"{recipe},residuals=e4m3"

@@ -37,7 +37,9 @@ def agree(entry: halfstep.PreflightEntry, facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["tiny", pytest.param("small", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("target", "platform"), [GPUS, TPUS], ids=["gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("target", "platform"), [GPUS, pytest.param(*TPUS, marks=pytest.mark.slow)], ids=["gpu", "tpu"]
+)
 def test_a_small_model(target: str, platform: str, case: str):
     need(platform)
     step, args, donated = _cases.vit(16, blocks=1) if case == "small" else _cases.classifier(16)

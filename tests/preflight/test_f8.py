@@ -269,6 +269,7 @@ def test_products_by_the_library():
     assert "__cublas$lt$matmul$f8" in report["h100"].hlo
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_what_misses_on_an_h100():
     need("cuda")
