@@ -74,6 +74,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("faults"),
             Benchmark("fuzz", ("--runs", "1000")),
             Benchmark("soak", ("--minutes", "0.5")),
+            Benchmark("coverage", ()),
         ),
     }
 )

@@ -23,6 +23,7 @@ from benchmarks._hardening import fuzz_text, soak_text
 from benchmarks._images import markdown
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
+from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
@@ -517,6 +518,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
     {
         "autocast": autocast,
         "bisect": bisect,
+        "coverage": coverage_text,
         "debug": debug,
         "fashion_mnist": fashion_mnist,
         "faults": fault_text,
