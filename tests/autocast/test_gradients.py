@@ -11,6 +11,7 @@ import pytest
 import halfstep
 from halfstep import autocast
 from tests._jaxprs import contractions, equations
+from tests._rows import slow_unless
 from tests.autocast._shared import W, X, compute, every_format
 
 
@@ -99,3 +100,21 @@ def test_a_convolution(policy: str):
         right = transform(jax.grad(func))(kernel, x)
         error = np.linalg.norm(got - right) / np.linalg.norm(right)
         assert error <= 8 * halfstep.FORMATS[policy].eps / 2
+
+
+@every_format
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        ["vmap over examples", "vmap over weights", "vmap over both"],
+        lambda name: name == "vmap over weights",
+    ),
+)
+def test_forward_mode(name: str, policy: str):
+    """The derivative in all directions at once, and its own derivative in the same way."""
+    made = autocast(loss, policy, reduce_dtype="f32")
+    for derivative in (jax.jacfwd, lambda f: jax.jacfwd(jax.jacfwd(f))):
+        ours, exact = (TRANSFORMS[name](derivative(f))(W / 3, X) for f in (made, loss))
+        # Twice as many roundings as a gradient has.
+        error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+        assert error <= 16 * halfstep.FORMATS[policy].eps / 2
