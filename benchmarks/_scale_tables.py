@@ -85,13 +85,17 @@ def place(row: Row) -> str:
     return name if row["layout"] == ALL else f"{name}, {row['layout']}"
 
 
+def _line(row: Row) -> tuple[str, str]:
+    return row["model"], row["recipe"]
+
+
 def pivot(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
     """One line for each model and recipe, one column for each place."""
     ordered = sorted(rows, key=lambda r: (r["target"].partition(":")[0], r["devices"], r["layout"]))
     places = dict.fromkeys(place(row) for row in ordered)
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        name = row["model"], row["recipe"]
+        name = _line(row)
         line = lines.setdefault(name, {"model": name[0], "recipe": f"`{name[1]}`"})
         line[place(row)] = cell(row)
     columns = {"model": "model", "recipe": "recipe", **{name: name for name in places}}
@@ -229,11 +233,13 @@ def text(made: Mapping[str, Any]) -> str:
     )
     unfit = [row for row in rows if not row.get("fits")]
     fitting = f"{len(rows) - len(unfit)} of {len(rows)} fit" if unfit else "All of them fit"
+    places, lines = ({key(row) for row in rows} for key in (place, _line))
+    if len(rows) < len(places) * len(lines):
+        fitting += ". What an empty cell would have was not compiled"
     return "\n\n".join(
         [
             f"{about}. {' or '.join(f'{n:,}' for n in each)} tokens on each device.",
-            f"**Memory**, the peak in MiB on each device. {fitting}. What an empty cell would have "
-            "was not compiled.",
+            f"**Memory**, the peak in MiB on each device. {fitting}.",
             pivot(rows, peak),
             "**Of it divided over the devices**, parameters and optimizer state in MiB:",
             pivot(rows, lambda row: mebibytes(divided(row))),

@@ -3,8 +3,9 @@
     python -m benchmarks.coverage --json benchmarks/results/coverage.json
     python -m benchmarks.coverage --from COVERAGE_JSON --json FILE
 
-Runs the tests of CI under coverage.py (`pip install pytest-cov`), lines and branches, in this
-process alone, and sorts what is left by why it is left. The exit status is 1 below 95 %.
+Runs the tests of CI under coverage.py (`pip install pytest-cov`), lines and branches, also in the
+processes that they start, and sorts what is left by why it is left. The exit status is 1 below
+95 %.
 """
 
 import ast

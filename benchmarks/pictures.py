@@ -31,14 +31,14 @@ DRAWN: Mapping[str, str] = MappingProxyType(
 """Of each result that has a picture, the module whose `plot` draws it."""
 SHOWN: Mapping[str, str] = MappingProxyType(
     {
-        "debug-map": "`log.plot`, on the page's own example",
-        "debug-live": "`python -m examples.live_view`",
-        "debug-compare": "`report.plot` of `halfstep.debug.compare`",
+        "debug-map": "`python -m docs.generators.shown`",
+        "debug-live": "`python -m docs.generators.shown`",
+        "debug-compare": "`python -m docs.generators.shown`",
         "example-cnn": "`python -m examples.cnn_batchnorm`",
         "example-moe": "`python -m examples.moe_fp8`",
         "example-plain": "`python -m examples.plain_jax`",
-        "notebook-fit": "`report.plot`, in `will_it_fit.ipynb`",
-        "notebook-nan": "`log.plot`, in `hunt_a_nan.ipynb`",
+        "notebook-fit": "`python -m docs.generators.shown`, of `will_it_fit.ipynb`",
+        "notebook-nan": "`python -m docs.generators.shown`, of `hunt_a_nan.ipynb`",
     }
 )
 """Pictures that show what the package draws, and what has drawn them."""

@@ -140,7 +140,8 @@ def _restore_aux(
         why = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         warnings.warn(
             f"the function cannot be traced at its own dtypes ({why}), so its auxiliary output is "
-            f"returned in {dtype_name(policy.output)}, the policy's output dtype.",
+            f"returned in {dtype_name(policy.output)}, the policy's output dtype. Let the function "
+            "take float32, too, or cast the output yourself.",
             stacklevel=2,
         )
         return cast_tree(aux, policy.output)

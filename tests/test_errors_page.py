@@ -1,4 +1,4 @@
-"""Every error is on the page of errors with a cure, and a test of this suite provokes it."""
+"""Every error and warning is on the page with a cure, and a test of this suite provokes it."""
 
 import ast
 import pathlib
@@ -29,7 +29,9 @@ def test_every_raise_of_the_package_is_seen():
     unseen = []
     for path in sorted((ROOT / "halfstep").rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            found = re.match(r"\s*raise (\w+\.)*([A-Z]\w*(Error|Exception))\b", line)
+            found = re.match(
+                r"\s*(raise (\w+\.)*([A-Z]\w*(Error|Exception))\b|warnings\.warn\()", line
+            )
             name = str(path.relative_to(ROOT))
             if found and (name, number) not in lines:
                 unseen.append(f"{name}:{number}")
@@ -116,6 +118,9 @@ def other(error):
 def misfit(error):
     return TypeError("it does not fit: " + ("pass one" if error else "pass two"))
 
+def warned(value):
+    warnings.warn(f"{value} is odd. Use two.", stacklevel=2)
+
 def chosen(value):
     kind = TypeError if value else ValueError
     # Says: it is <size>. Make it smaller.
@@ -131,6 +136,7 @@ def test_templates():
         ("TypeError", "it does not fit: pass one", ""),
         ("TypeError", "it does not fit: pass two", ""),
         ("CheckError", "<number of parts> are bad. Mend them.", ""),
+        ("UserWarning", "<value> is odd. Use two.", ""),
         ("TypeError or ValueError", "it is <size>. Make it smaller.", ""),
     ]
 
@@ -180,11 +186,10 @@ def test_modules_and_questions():
     assert at("halfstep/compat/_scale.py") == "halfstep.compat"
     assert at("halfstep/cli/_load.py") == "The command"
     linked = set(re.findall(r"faq\.md#([^)]+)\)", PAGE.read_text()))
-    # Those of JAX, and a warning.
+    # Those of JAX.
     assert set(questions(FAQ.read_text()).values()) - linked == {
         "cond-branches-must-have-equal-output-types-but-they-differ",
         "have-no-available-implicit-dtype-promotion-path",
         "reverse-mode-differentiation-does-not-work-for-laxwhile_loop",
         "scan-body-function-carry-input-and-carry-output-must-have-equal-types",
-        "the-function-cannot-be-traced-at-its-own-dtypes",
     }

@@ -1,4 +1,4 @@
-"""Every error that the package raises, with the template of its message, from its source."""
+"""Every error and warning of the package, with the template of its message, from its source."""
 
 import ast
 import dataclasses
@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import TypeGuard
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Above a `raise`: why no user can cause it. Without indentation it is about the whole file.
@@ -18,12 +19,12 @@ Functions = dict[str, ast.FunctionDef]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A place where an error is raised.
+    """A place where an error is raised, or a warning is given.
 
     Attributes:
         file: Where, relative to the repository.
         line: Its first line.
-        kind: The exception's class.
+        kind: The exception's class, or the warning's.
         template: The message, with `<names>` for what is filled in.
         internal: Why no user can cause it; empty if one can.
     """
@@ -51,9 +52,9 @@ def of_source(source: str, file: str) -> Iterator[Site]:
     owners = _owners(tree)
     found = INTERNAL_FILE.search(source)
     whole = found[1] if found else ""
-    raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or _warns(node)]
     for node in sorted(raised, key=lambda node: node.lineno):
-        call = node.exc
+        call = node.exc if isinstance(node, ast.Raise) else node
         if isinstance(call, ast.Name) and call.id[0].isupper():
             call = ast.Call(call, [], [])
         if not isinstance(call, ast.Call):
@@ -67,7 +68,7 @@ def of_source(source: str, file: str) -> Iterator[Site]:
             owner = functions[call.func.id]
             made = [one.value for one in ast.walk(owner) if isinstance(one, ast.Return)]
             call = next(one for one in made if isinstance(one, ast.Call))
-        kind = _kind(call.func, owner)
+        kind = "UserWarning" if _warns(call) else _kind(call.func, owner)
         texts = [said] if said else [""]
         if call.args and not said:
             texts = Scope(functions, owner).texts(call.args[0])
@@ -76,6 +77,11 @@ def of_source(source: str, file: str) -> Iterator[Site]:
             # What is caught and told again was raised, and is listed, elsewhere.
             if why or re.search("[a-z]{2}", _bare(template)):
                 yield Site(file, node.lineno, kind, template, why)
+
+
+def _warns(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether this gives a warning; all that the package gives are of one class."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
 
 
 def _kind(function: ast.AST, owner: ast.AST) -> str:

@@ -18,10 +18,11 @@ FAQ = ROOT / "docs" / "faq.md"
 HEAD = """\
 # Errors
 
-Every error that halfstep raises, by module and by class. Each message says what was required, what
-came, and what to do about it. Here the first is shown as it is raised, and the last behind it, as
-its cure. `<names>` stand for what is filled in, and `[...]` for what is not always said. Search for
-words of the message that you see. A link leads to [Questions](faq.md) where there is more to say.
+Every error that halfstep raises and every warning that it gives, by module and by class. Each
+message says what was required, what came, and what to do about it. Here the first is shown as it is
+raised, and the last behind it, as its cure. `<names>` stand for what is filled in, and `[...]` for
+what is not always said. Search for words of the message that you see. A link leads to
+[Questions](faq.md) where there is more to say.
 
 This page is written from the code. A test looks for messages that are not on it or have no cure.
 """

@@ -93,8 +93,21 @@ def _own_folder(path: str) -> str:
 
 
 def _relative(file: str) -> str:
+    cell = _cell(file)
+    if cell:
+        return cell
     here = _own_folder(os.getcwd())
     return file[len(here) :] if file.startswith(here) else file
+
+
+def _cell(file: str) -> str:
+    """What a notebook calls the cell that IPython compiled as this file: `In[3]`; or nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    # Shells that are older, or not IPython's own, do not tell.
+    tell = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    said = tell(file) if tell is not None else None
+    return str(said[1]) if said else ""
 
 
 def _function(name: str) -> str:

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from halfstep._figure import figure_of
 from halfstep._preflight._entry import CODE, OUTPUTS, PADDING, TEMPORARIES, PreflightEntry
-from halfstep._preflight._errors import PreflightError
 from halfstep._preflight._roles import BATCH, OPTIMIZER, OTHER, PARAMETERS
 from halfstep._tables import size
 
@@ -23,17 +23,10 @@ _COLORS = (
 
 def plot(entries: Sequence[PreflightEntry], path: str | os.PathLike[str]) -> None:
     """Draw entries into a file."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise PreflightError(
-            "drawing a report needs matplotlib, which is not installed. Install it with: "
-            'pip install "halfstep[plot]"'
-        ) from error
+    figure = figure_of("a report")
     largest = max(sum(entry.memory.values()) for entry in entries)
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    # Made without pyplot: no window, no state that outlives this function.
-    figure = Figure(figsize=(9, 1.6 + 0.42 * len(entries)), layout="constrained")
+    figure.set_size_inches(9, 1.6 + 0.42 * len(entries))
     axes = figure.add_subplot()
     rows = range(len(entries))
     starts = [0.0] * len(entries)

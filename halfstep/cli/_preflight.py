@@ -198,7 +198,7 @@ def _show(report: PreflightReport, arguments: argparse.Namespace) -> None:
     try:
         if arguments.plot and report.entries:
             report.plot(arguments.plot)
-    except (OSError, PreflightError) as error:
+    except (OSError, ModuleNotFoundError) as error:
         raise CommandError(str(error)) from error
 
 

@@ -4,6 +4,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from halfstep._figure import figure_of
+
 if TYPE_CHECKING:
     from halfstep.debug._comparison import Comparison, Deviation
 
@@ -14,16 +16,9 @@ _NAMED, _GRADIENTS = 8, 30
 
 def plot(report: "Comparison", path: str | os.PathLike[str]) -> None:
     """Draw a comparison into a file."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing a comparison needs matplotlib, which is not installed. Install it with: "
-            'pip install "halfstep[plot]"'
-        ) from error
+    figure = figure_of("a comparison")
     panels = 1 + bool(report.gradients)
-    # Made without pyplot: no window, no state that outlives this function.
-    figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
+    figure.set_size_inches(10, 4.2 * panels)
     _draw_sites(figure.add_subplot(panels, 1, 1), report)
     if report.gradients:
         _draw_gradients(figure.add_subplot(panels, 1, 2), report)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from halfstep._figure import figure_of
 from halfstep.debug._live_history import History, Part
 from halfstep.debug._live_text import KNOWN, LOSS, OVERFLOW, SCALE, SKIPPED, UNDERFLOW
 
@@ -14,19 +15,13 @@ _COLORS, _BAD = ("#0072b2", "#e69f00"), "#d32f2f"
 
 def plot(history: History, path: str | os.PathLike[str]) -> None:
     """Draw a history into a file."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing the live view needs matplotlib, which is not installed. Install it with: "
-            'pip install "halfstep[plot]"'
-        ) from error
+    figure = figure_of("the live view")
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     panels = panels_of(history)
     if not panels:
         raise ValueError("there is nothing to draw yet: call `update` with a number first")
-    # Made without pyplot: no window, no state that outlives this function.
-    figure = Figure(figsize=(8, 0.6 + 1.8 * len(panels)), layout="constrained")
+    figure.set_size_inches(8, 0.6 + 1.8 * len(panels))
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     skips = skipped_points(history)
     for number, (axes, (title, names)) in enumerate(zip(rows, panels.items(), strict=True)):

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from halfstep._figure import figure_of
+
 if TYPE_CHECKING:
     from halfstep.debug._report import DebugReport, Trace
 
@@ -15,25 +17,18 @@ _BAD = "#d32f2f"
 
 def plot(report: "DebugReport", path: str | os.PathLike[str]) -> None:
     """Draw a report into a file."""
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing a report needs matplotlib, which is not installed. Install it with: "
-            'pip install "halfstep[plot]"'
-        ) from error
+    figure = figure_of("a report")
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
     traces = _chosen(report)
     values = np.asarray([trace.absmax for trace in traces]).reshape(len(traces), -1)
+    figure.set_size_inches(4.5 + 0.22 * max(10, values.shape[1]), 1.6 + 0.2 * len(traces))
     bad = np.asarray([trace.bad for trace in traces]).reshape(values.shape) > 0
     known = np.isfinite(values) & (values > 0)
     magnitudes = np.full(values.shape, np.nan)
     magnitudes[known] = np.log2(values[known])
     colors = colormaps["viridis"].with_extremes(bad="#eeeeee")
-    # Made without pyplot: no window, no state that outlives this function.
-    size = (4.5 + 0.22 * max(10, values.shape[1]), 1.6 + 0.2 * len(traces))
-    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     first = report.steps[0] if report.steps else 0
     extent = (first - 0.5, first + values.shape[1] - 0.5, len(traces) - 0.5, -0.5)

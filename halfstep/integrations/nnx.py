@@ -137,7 +137,7 @@ class _Call:
                 warnings.warn(
                     f"the function assigns to `{self._name(path)}`, which is a parameter or no "
                     "variable. The assignment is lost after the call: parameters change by the "
-                    "optimizer only. State belongs in an nnx.Variable.",
+                    "optimizer only. Keep state in an nnx.Variable.",
                     stacklevel=2,
                 )
         created = {p: node for p, node in after.items() if p not in constant and p not in known}

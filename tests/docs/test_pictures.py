@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import halfstep
-from docs.generators import _draw, formats, islands, policies, precision
+from docs.generators import _draw, formats, islands, policies, precision, shown
 from docs.generators._draw import THEMES, drawn
 from halfstep._preflight import ACCELERATORS
 
@@ -174,3 +174,11 @@ def test_pictures_are_written_in_both_themes(tmp_path: pathlib.Path):
     assert LIGHT.orange in light
     assert LIGHT.orange not in dark
     assert "dc:date" not in light
+
+
+@pytest.mark.parametrize("name", shown.NOTEBOOKS)
+def test_pictures_of_notebooks_are_what_they_show(name: str):
+    kept = (DOCS / "images" / f"{name}.png").read_bytes()
+    assert kept == shown.picture_of_a_notebook(shown.NOTEBOOKS[name]), (
+        f"draw it again: python -m docs.generators.shown {name}"
+    )

@@ -200,7 +200,9 @@ class Checkpoints:
             reasons.append(f"step {candidate}: {reason}")
             if jax.process_index() == 0:
                 warnings.warn(
-                    f"step {candidate} in {self._directory} is passed over: {reason}.", stacklevel=2
+                    f"step {candidate} in {self._directory} is passed over: {reason}. Put a copy "
+                    "that is whole in its place, or go on from an earlier step, as is done now.",
+                    stacklevel=2,
                 )
         raise DamagedCheckpointError(
             f"no step in {self._directory} can be restored. {'; '.join(reasons)}. Start anew in "
