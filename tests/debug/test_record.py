@@ -9,6 +9,7 @@ import pytest
 
 import halfstep
 from halfstep import debug
+from halfstep.debug import _plot
 from halfstep.debug._stats import Column
 
 
@@ -114,6 +115,29 @@ def test_the_first_bad_step(tmp_path):
     assert made["sites"][1]["absmax"][2] == "nan"
     assert "not finite in step 2" in report._repr_html_()
     assert repr(report) == str(report)
+    log.plot(tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_map_of_many_sites_shows_those_that_matter(tmp_path):
+    def deep(x):
+        for _ in range(35):
+            x = jnp.tanh(x) + 1
+        return jnp.log(x - 2) + x
+
+    recorder = debug.record(deep, sites="ops")
+    x = jnp.zeros(2)
+    log, _ = jax.jit(recorder)(recorder.init(x), x)
+    report = log.report()
+    assert report.found is not None
+    assert len(report.sites) > _plot._SITES
+    chosen = _plot._chosen(report)
+    assert len(chosen) == _plot._SITES
+    places = {id(trace): place for place, trace in enumerate(report.sites)}
+    order = [places[id(trace)] for trace in chosen]
+    assert order == sorted(set(order))
+    # Where it began and what it is made of.
+    assert {id(trace) for trace in report.shown} <= {id(trace) for trace in chosen}
     log.plot(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
