@@ -31,6 +31,10 @@ from halfstep._state import is_state_node
 from halfstep._verdict import finite_flags, judge, magnitudes, unchecked
 
 
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
     if scaling is None:
         if policy.compute == np.dtype(np.float16):
@@ -43,7 +47,7 @@ def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
             "`scaling` is a DynamicLossScaling, StaticLossScaling or NoLossScaling; got "
-            f"{type(scaling).__name__}. Pass the policy by name: policy='bf16'."
+            f"{_named(scaling)}. Call the class, or pass the policy by name: policy='bf16'."
         )
     return scaling
 
@@ -243,7 +247,8 @@ def filter_value_and_grad(
     axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     wire = None if reduce_dtype is None else parse_dtype(reduce_dtype)
     if isinstance(keep, str) or isinstance(batch, str):
-        raise TypeError("`keep` and `batch` are sequences of path rules: write keep=('state',).")
+        name, text = ("keep", keep) if isinstance(keep, str) else ("batch", batch)
+        raise TypeError(f"`{name}` is a sequence of path rules: write {name}=({text!r},).")
     for name, value in (
         ("microbatch_reduction", microbatch_reduction),
         ("axis_reduction", axis_reduction),

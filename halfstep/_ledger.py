@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from halfstep._f8_scaling import F8Scaling
+from halfstep._shown import with_values
 from halfstep._verdict import Verdict, as_predicate
 
 
@@ -78,6 +79,9 @@ class Ledger(eqx.Module):
             jnp.array(0, jnp.int32) for _ in range(4)
         )
         self.last_skipped, self.last_leaf = (jnp.array(-1, jnp.int32) for _ in range(2))
+
+    def __repr__(self) -> str:
+        return with_values(self)
 
     @property
     def steps(self) -> Array:

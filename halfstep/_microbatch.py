@@ -1,6 +1,7 @@
 """Gradient accumulation: one step's batch in several turns of a scan."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ def _split(leaf: Any, path: str, n: int) -> Any:
         )
     leaf = jnp.asarray(leaf)
     return jnp.moveaxis(leaf.reshape((leaf.shape[0] // n, n, *leaf.shape[1:])), 1, 0)
+
+
+def _is_old_key(leaf: Any) -> bool:
+    return is_array(leaf) and not is_key(leaf) and leaf.shape == (2,) and leaf.dtype == jnp.uint32
 
 
 def _finder(aux: Any, structure: Any, name: str) -> Callable[[Any], Any]:
@@ -101,6 +106,13 @@ def accumulate(
             xs[index] = _split(leaf, path, microbatches)
         elif is_key(leaf) and leaf.ndim == 0 and roots[index] not in (call.names[0], carry):
             xs[index] = jax.random.split(leaf, microbatches)
+        elif _is_old_key(leaf) and roots[index] not in (call.names[0], carry):
+            warnings.warn(
+                f"`{path}` is uint32[2], as PRNG keys of the old style are: every microbatch is "
+                "given the same one. Pass jax.random.key(seed), or jax.random.wrap_key_data(key), "
+                "which is split.",
+                stacklevel=2,
+            )
     carried = [i for i, root in enumerate(roots) if root == carry and is_array(whole[i])]
     if set(carried) & set(xs):
         raise ValueError(f"carry={carry!r} is also split by `batch`; leave it out of one of them.")

@@ -31,7 +31,8 @@ class Progress:
     def begin(self, what: str) -> None:
         """Say what is being compiled."""
         if self._bar is not None:
-            self._bar.set_description(what)
+            # As it is: tqdm would write a second colon where it has no total.
+            self._bar.set_description_str(what)
 
     def done(self) -> None:
         """Count one compile."""

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from halfstep._formats import at_least_float32
 from halfstep._leaves import is_inexact
+from halfstep._shown import with_values
 from halfstep._verdict import as_predicate
 
 T = TypeVar("T")
@@ -65,6 +66,9 @@ class AbstractLossScaling(eqx.Module):
     """
 
     loss_scaling: eqx.AbstractVar[Any]
+
+    def __repr__(self) -> str:
+        return with_values(self)
 
     @property
     @abc.abstractmethod

@@ -95,6 +95,12 @@ def optimizer_update(
         assert (model["w"] < 1).all()
         ```
     """
+    if not callable(getattr(optimizer, "init", None)):
+        raise TypeError(
+            "the second argument must be an Optax optimizer, such as optax.adamw(1e-3); got "
+            f"{type(optimizer).__name__}. Write optimizer_update(model, optimizer, "
+            "optimizer_state, grads, finite)."
+        )
     if hasattr(optimizer, "step"):
         # It skips by itself: a gate around it would have to hold both states at once.
         finite = {} if as_predicate(grads_finite) is None else {"finite": grads_finite}

@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float32, Int, UInt
 
 from halfstep._leaves import is_inexact
 from halfstep._paths import path_string
+from halfstep._shown import with_values
+from halfstep._state import is_state_node
 
 # Annotations of fields hold under vmap too, where each of these scalars has a batch axis.
 BoolLike: TypeAlias = Bool[Array, "..."]
@@ -120,6 +122,9 @@ class Verdict(eqx.Module):
         """Whether finiteness was computed at all. Static: known while tracing."""
         return self.finite is not None
 
+    def __repr__(self) -> str:
+        return with_values(self)
+
     @staticmethod
     def _boolean(value: Any) -> Any:
         return value._known() if isinstance(value, Verdict) else value
@@ -160,7 +165,11 @@ class Verdict(eqx.Module):
         index = int(np.asarray(self.first_leaf))
         if index < 0:
             return None
-        leaves = jtu.tree_flatten_with_path(eqx.filter(tree, eqx.is_inexact_array))[0]
+        # State within a model, as NNX has it, has no gradient.
+        trained = jtu.tree_map(
+            lambda node: None if is_state_node(node) else node, tree, is_leaf=is_state_node
+        )
+        leaves = jtu.tree_flatten_with_path(eqx.filter(trained, eqx.is_inexact_array))[0]
         if index >= len(leaves):
             raise ValueError(
                 f"the verdict names leaf {index}, but `tree` has {len(leaves)} inexact array "
@@ -186,8 +195,9 @@ class Verdict(eqx.Module):
                 f"overflow in the forward pass. A smaller loss scale does not help.{at}"
             )
         return (
-            "the loss is finite but the scaled gradients are not: they overflowed on the way "
-            f"back, which a smaller loss scale cures.{at}"
+            "the loss is finite but the gradients are not: scaled gradients overflowed on the way "
+            "back, which a smaller loss scale cures, or a derivative is infinite, as those of sqrt "
+            f"and norm at 0, which debug.first_nonfinite finds.{at}"
         )
 
 

@@ -79,3 +79,21 @@ def test_errors():
         Ledger(limit=0)
     with pytest.raises(TypeError, match="required a boolean scalar or the verdict"):
         Ledger().record(jnp.ones(2))
+
+
+def test_what_is_printed_has_the_numbers():
+    ledger = halfstep.Ledger(limit=3).record(False)
+    assert "applied=0" in repr(ledger)
+    assert "skipped=1" in str(ledger)
+    assert "limit=3" in repr(ledger)
+    scaling = halfstep.DynamicLossScaling(2**10)
+    assert "loss_scaling=1024.0" in repr(scaling)
+    verdict = halfstep.Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(3))
+    assert "finite=False" in repr(verdict)
+    assert "first_leaf=3" in repr(verdict)
+    # Inside of a program they are not known.
+    shown = []
+    jax.jit(lambda ledger: shown.append(repr(ledger)))(ledger)
+    assert "applied=i32[]" in shown[0]
+    many = jax.vmap(lambda ok: halfstep.Ledger().record(ok))(jnp.array([True, False]))
+    assert "applied=i32[2]" in repr(many)

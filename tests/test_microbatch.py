@@ -231,3 +231,17 @@ def test_one_scan_body_not_one_copy_a_microbatch():
         return str(jax.make_jaxpr(lambda w, b: transform(w, b)[2])(w, batch)).count("dot_general")
 
     assert equations(8) == equations(2)
+
+
+def test_keys_of_the_old_style():
+    """Each microbatch would have the same randomness, so it is said."""
+
+    def noisy(w, batch, key):
+        return jnp.mean(batch["x"] @ w) + jax.random.uniform(key)
+
+    w, batch = problem(jax.random.key(0))
+    options = {"policy": "f32", "microbatches": N, "batch": ("batch",)}
+    gradient = halfstep.filter_value_and_grad(noisy, **options)
+    with pytest.warns(UserWarning, match=r"`key` is uint32\[2\], as PRNG keys of the old style"):
+        gradient(w, batch, jax.random.PRNGKey(0))
+    gradient(w, batch, jax.random.wrap_key_data(jax.random.PRNGKey(0)))

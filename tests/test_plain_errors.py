@@ -34,7 +34,7 @@ raises(TypeError, "`scaling` is a DynamicLossScaling, StaticLossScaling or NoLos
        lambda: hs.filter_grad(loss, "bf16"))
 raises(TypeError, "a policy is a Policy or a text such as 'bf16'",
        lambda: hs.filter_grad(loss, policy=jnp.float16))
-raises(TypeError, "sequences of path rules: write keep=('state',)",
+raises(TypeError, "`keep` is a sequence of path rules: write keep=('state',)",
        lambda: hs.filter_grad(loss, keep="state"))
 raises(TypeError, "force_full_precision takes a function or a module, got int",
        lambda: hs.force_full_precision(3))

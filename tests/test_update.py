@@ -1,5 +1,6 @@
 """The update: bit-identical to bare Optax, or nothing at all."""
 
+import inspect
 from typing import Any
 
 import equinox as eqx
@@ -159,3 +160,11 @@ def test_extra_arguments_that_the_optimizer_does_not_take():
     plain = optax.GradientTransformation(lambda params: (), update)
     with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
         halfstep.optimizer_update(jnp.ones(2), plain, (), jnp.ones(2), True, value=1.0)
+
+
+def test_something_else_than_an_optimizer():
+    model, optimizer = {"w": jnp.ones(3)}, optax.sgd(1.0)
+    state = optimizer.init(model)
+    message = "must be an Optax optimizer, such as .*; got dict. Write optimizer_update"
+    with pytest.raises(TypeError, match=message):
+        inspect.unwrap(halfstep.optimizer_update)(optimizer, model, model, True, state)

@@ -34,7 +34,7 @@ def test_names_the_first_leaf_and_the_reason(scaling):
     _, second, grads = gradient(PARAMS, data(w=4.0))  # 4 * 2**15 is above 65504
     assert not second
     assert second.where(grads) == second.where(PARAMS) == "layers/1/w"
-    assert "scaled gradients are not" in second.reason(PARAMS)
+    assert "but the gradients are not: scaled gradients overflowed" in second.reason(PARAMS)
     assert "layers/1/w" in second.reason(PARAMS)
     assert "leaf 1" in second.reason()
     _, both, grads = gradient(PARAMS, data(4.0, 4.0))

@@ -1,5 +1,6 @@
 """Find the function that `module:name` or `file.py:name` speaks of."""
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -31,8 +32,11 @@ def load(text: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        what = "nothing" if found is None else f"a {type(found).__name__}"
-        raise CommandError(f"{module_name!r} must have a function {name!r}; it has {what}.")
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(name, own, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        what = "none of that name" if found is None else f"a {type(found).__name__} of that name"
+        raise CommandError(f"{module_name!r} must have a function {name!r}; it has {what}.{hint}")
     return found
 
 

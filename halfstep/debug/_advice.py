@@ -27,7 +27,10 @@ def advice(site: Site, kind: str, operands: Sequence["Range"], *, constant: bool
         constant: Whether one of its operands is a number in the program that is not finite.
     """
     if site.path:
-        return "The data is bad before anything is computed: look at how it is read, and drop it."
+        return (
+            "It is bad before anything is computed. Data: look at how it is read, and drop it. A "
+            "parameter or a state: an earlier step has written it, so look at that one."
+        )
     few_bits = site.type.dtype in ("f16", "bf16") or site.type.bytes < 4
     narrow = site.type.dtype == "f16"
     has_zero = any(found.zeros > 0 for found in operands)

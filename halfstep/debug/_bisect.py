@@ -80,6 +80,12 @@ def bisect(
     policy = as_policy(policy)
     if not batches:
         raise ValueError("bisect needs at least one batch: [(params, batch), ...]; got none.")
+    if not isinstance(batches[0], tuple | list):
+        raise TypeError(
+            "`batches` is a list of the arguments of each call: [(params, batch), ...]; its first "
+            f"entry is a {type(batches[0]).__name__}. Put the arguments of one call into a list: "
+            "[(params, batch)]."
+        )
     outcome: Outcome = "float32" if policy.recipe is None else "compute"
     trials = Trials(func, batches, has_aux=has_aux, measure=measure)
     operations = [one for one in lowered(trials.plan(policy)) if _concerned(one, policy)]

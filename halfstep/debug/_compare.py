@@ -14,6 +14,7 @@ from halfstep._autocast._types import Plan, held_dtype, inner_plans
 from halfstep._explain._entry import name_of
 from halfstep._f8_scaling import F8Scaling
 from halfstep._policy import Policy, as_policy
+from halfstep.debug._added import Errors
 from halfstep.debug._body import Body, body_of
 from halfstep.debug._comparison import Comparison, Deviation, GradientDeviation
 from halfstep.debug._compiled import Compiled
@@ -21,7 +22,6 @@ from halfstep.debug._deviation import distance, sums, was_computed
 from halfstep.debug._gradients import gradients_of, is_loss, scaling_for
 from halfstep.debug._layout import Layout
 from halfstep.debug._pair import run_both
-from halfstep.debug._parents import Parents
 from halfstep.debug._trace import Sites, layout_for
 
 
@@ -118,27 +118,19 @@ def _is_float(aval: Any) -> bool:
 
 def _deviations(layout: Layout, plan: Plan, rows: Sequence[np.ndarray]) -> tuple[Deviation, ...]:
     """What is known of each site that was computed."""
-    found = [distance(row) if was_computed(row) else None for row in rows]
-    parents, plans = Parents(layout), dict(_plans(layout.body, plan))
+    errors, plans = Errors(layout, rows), dict(_plans(layout.body, plan))
     made = []
-    for number, (site, of_site, row) in enumerate(zip(layout.sites, found, rows, strict=True)):
-        if of_site is None:
+    for number, (site, row) in enumerate(zip(layout.sites, rows, strict=True)):
+        if not was_computed(row):
             continue
-        before = [
-            found[value]
-            for value, _ in parents.of_site(number, (0.0,) * len(site.loops))
-            if isinstance(value, int) and value != number
-        ]
-        worst = max((at.error for at in before if at is not None), default=0.0)
+        of_site = distance(row)
         body, value = layout.owners[number]
         owner, held = plans.get(body), None
         if owner is not None:
             compute = owner.settings.compute
             held = held_dtype(owner.graph.avals[value], owner.kinds[value], compute)
         name = site.type.dtype if held is None else name_of(held)
-        by_turn = row.reshape(-1, row.shape[-1]) if row.ndim > 1 else ()
-        errors = tuple(distance(turn).error for turn in by_turn if was_computed(turn))
-        made.append(Deviation(site, name, of_site.error, of_site.cosine, worst, errors))
+        made.append(Deviation(site, name, of_site.error, of_site.cosine, *errors.added(number)))
     return tuple(made)
 
 

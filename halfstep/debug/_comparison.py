@@ -4,6 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
+from halfstep.debug._added import gain
 from halfstep.debug._comparison_plot import plot
 from halfstep.debug._comparison_text import html, text
 from halfstep.debug._deviation import Distance, distance
@@ -21,8 +22,9 @@ class Deviation:
         error: The norm of the difference, relative to that in float32; infinite where elements are
             finite in one and not in the other.
         cosine: Between both.
-        before: The largest error among the sites that it is made of.
+        before: The largest error among the sites that it is made of; in a loop, in that `turn`.
         turns: Of a site in a loop, the error in each turn.
+        turn: Of a site in a loop, in which of `turns` it adds the most error.
 
     Example:
         ```python
@@ -48,11 +50,17 @@ class Deviation:
     cosine: float
     before: float
     turns: tuple[float, ...] = ()
+    turn: int | None = None
+
+    @property
+    def there(self) -> float:
+        """Its error where it adds the most: in that turn of a loop, or at all."""
+        return self.error if self.turn is None else self.turns[self.turn]
 
     @property
     def added(self) -> float:
-        """How much error this site adds to what it is made of."""
-        return 0.0 if self.error <= self.before else self.error - self.before
+        """How much error this site adds to what it is made of; with 100 % all is lost."""
+        return gain(self.there, self.before)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -142,7 +150,7 @@ class Comparison:
     def worst(self) -> tuple[Deviation, ...]:
         """The sites that add error, those that add most first."""
         found = [site for site in self.sites if site.added > 0]
-        return tuple(sorted(found, key=lambda site: -site.added))
+        return tuple(sorted(found, key=lambda site: (-site.added, -site.there)))
 
     @property
     def gradient(self) -> Distance:

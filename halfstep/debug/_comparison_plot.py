@@ -49,7 +49,7 @@ def _draw_sites(axes: Any, report: "Comparison") -> None:
     names = []
     for number, site in enumerate(report.worst[:_NAMED], 1):
         points = _points(site)
-        worst = max(range(len(points)), key=points.__getitem__)
+        worst = site.turn or 0
         at = positions[id(site)] - len(points) + worst
         axes.scatter([at], [height(points[worst])], color=_JUMP, s=22, zorder=4)
         axes.annotate(

@@ -75,14 +75,13 @@ def _site(one: "Deviation") -> list[str]:
     site = one.site
     name = site.path or f"{site.source.short} {site.op}"
     turn = ""
-    if one.turns:
-        worst = max(range(len(one.turns)), key=one.turns.__getitem__)
-        turn = f", worst in turn {worst} of {len(one.turns)}"
+    if one.turn is not None:
+        turn = f", most in turn {one.turn} of {len(one.turns)}"
     return [
         f"{name}{turn}",
         site.scope or ABSENT,
         one.dtype,
-        share(one.error),
+        share(one.there),
         share(one.before),
         _cosine(one.cosine),
     ]

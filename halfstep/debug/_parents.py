@@ -39,6 +39,15 @@ class Parents:
                 self._outer[inner] = (body, index)
                 self._link(inner)
 
+    def runs_backwards(self, body: Body) -> tuple[bool, ...]:
+        """Of the loops around a function, outermost first, whether the last turn runs first."""
+        if body not in self._outer:
+            return ()
+        outer, index = self._outer[body]
+        node = outer.graph.nodes[index]
+        own = (bool(node.params.get("reverse")),) if node.name in LOOPS else ()
+        return (*self.runs_backwards(outer), *own)
+
     def of_outputs(self) -> Iterator[tuple[int | Constant, Turns]]:
         """What the program returns."""
         body = self._layout.body

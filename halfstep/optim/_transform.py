@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +70,42 @@ def transformation(
     made = Transformation(*pair)
     made.step, made.prepare = step, prepare
     return made
+
+
+def of_models(
+    init: Callable[[Any], Any],
+    step: Callable[..., tuple[Any, Any]],
+    prepare: Callable[[Any], tuple[Any, Any]],
+) -> Transformation:
+    """The same for whole models: functions, texts and integers in them stay as they are.
+
+    Args:
+        init: Makes the state of parameters.
+        step: Of parameters, state and gradients makes new parameters and a new state.
+        prepare: Of float32 parameters makes those to compute with, and their state.
+    """
+
+    def init_model(params: Any) -> Any:
+        return init(eqx.filter(params, _is_trained))
+
+    def prepare_model(params: Any) -> tuple[Any, Any]:
+        trained, rest = eqx.partition(params, _is_trained)
+        made, state = prepare(trained)
+        return eqx.combine(made, rest), state
+
+    def step_model(params: Any, state: Any, grads: Any, *args: Any, **options: Any) -> Any:
+        trained, rest = eqx.partition(params, _is_trained)
+        given = jax.tree.map(lambda p, g: g if _is_trained(p) else None, params, grads)
+        made, state = step(trained, state, given, *args, **options)
+        return eqx.combine(made, rest), state
+
+    return transformation(init_model, step_model, prepare_model)
+
+
+def _is_trained(leaf: Any) -> bool:
+    # Also of what has a shape and no values.
+    dtype = getattr(leaf, "dtype", None)
+    return is_inexact(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact))
 
 
 def difference(new: Any, old: Any) -> Any:

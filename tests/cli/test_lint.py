@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFix
         ("only_a_loss", "must return a loss and a tuple of its arguments, (loss, args)"),
         ("bare_argument", "got a ShapeDtypeStruct instead of the tuple"),
         ("with_depth", "is called without arguments; its signature is (depth: int)"),
-        ("missing", "must have a function 'missing'; it has nothing"),
+        ("missing", "must have a function 'missing'; it has none of that name"),
         ("fails", "no answer, because of the error above"),
     ],
 )
@@ -138,3 +138,8 @@ def test_as_a_command(tmp_path: pathlib.Path):
     lines = (tmp_path / "my_loss.py").read_text().splitlines()
     number = 1 + next(n for n, line in enumerate(lines) if "precision=" in line)
     assert f"my_loss.py:{number} loss: contraction not lowered" in done.stdout
+
+
+def test_a_name_that_is_nearly_right(capsys: pytest.CaptureFixture[str]):
+    assert main(["lint", f"{LOSSES}:clea"]) == 2
+    assert "it has none of that name. Did you mean 'clean'?" in capsys.readouterr().err

@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "no colon": ((STEPS, *TO), "such as train.py:make_step; got 'tests.cli._steps'"),
     "no module": (("nowhere:make_step", *TO), "cannot import 'nowhere': No module named 'nowhere'"),
     "no file": (("nowhere.py:make_step", *TO), "there is no file 'nowhere.py'"),
-    "no function": ((f"{STEPS}:nothing", *TO), "must have a function 'nothing'; it has nothing"),
+    "no function": ((f"{STEPS}:nothing", *TO), "must have a function 'nothing'; it has none"),
     "no callable": ((f"{STEPS}:not_a_function", *TO), "'not_a_function'; it has a int"),
     "no batch=": (
         (f"{STEPS}:without_batch", *TO, "--policy", "f32", "--batch", "8"),

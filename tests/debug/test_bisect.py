@@ -1,5 +1,6 @@
 """Which parts must stay wide."""
 
+import inspect
 import json
 
 import equinox as eqx
@@ -223,3 +224,9 @@ def test_the_search_of_alternatives():
     found = smallest(range(10), is_enough)
     assert len(found) == 2
     assert is_enough(found)
+
+
+def test_arguments_that_are_no_list_of_calls():
+    message = r"is a list of the arguments of each call.*first entry is a dict"
+    with pytest.raises(TypeError, match=message):
+        inspect.unwrap(debug.bisect)(lambda p, x: x, ({"w": 1.0}, jnp.ones(2)), "f16")

@@ -262,3 +262,34 @@ def test_rows_add_up():
 def test_special_values(low, wide, error):
     row = sums(np.asarray(low, np.float32), np.asarray(wide, np.float32))
     assert distance(row).error == error
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_fault_that_goes_on_from_turn_to_turn_is_blamed_where_it_begins(reverse):
+    """What a turn is given is the carry of the turn before, and not the first one."""
+
+    def body(h, w):
+        with jax.named_scope("mix"):
+            s = h @ w
+        with jax.named_scope("gate"):
+            h = s / jnp.sqrt(jnp.sum(s * s, -1, keepdims=True))
+        return h, None
+
+    def looped(ws, x):
+        return jnp.mean(jax.lax.scan(body, x, ws, reverse=reverse)[0])
+
+    def written_out(ws, x):
+        for w in ws:
+            x, _ = body(x, w)
+        return jnp.mean(x)
+
+    ws, x = jnp.stack([jnp.eye(8)] * 3), 300 * jax.random.normal(jax.random.key(0), (4, 8))
+    for func in (looped, written_out):
+        report = debug.compare(func, "f16,op:*=compute", gradients=False)(ws, x)
+        worst = report.worst[0]
+        assert (worst.site.scope, worst.site.op) == ("gate", "div")
+        assert worst.before < 0.01
+        if func is looped:
+            # The one that runs first.
+            assert worst.turn == (2 if reverse else 0)
+            assert f"div, most in turn {worst.turn} of 3" in str(report)

@@ -452,3 +452,21 @@ def test_errors_say_what_to_type():
     both = nnx.ModelAndOptimizer(model, optax.sgd(1e-2))
     with pytest.raises(TypeError, match="separate from its model; got ModelAndOptimizer"):
         mixed.optimizer_update(both, model, grads, True)
+
+
+def test_the_verdict_names_a_parameter_of_the_module():
+    """And not one of its statistics, which are among its leaves and have no gradient."""
+    net = Net(nnx.Rngs(0))
+
+    def loss(net: Any, x: Any) -> Any:
+        return 1e-3 * jnp.sum(net(x)) + jnp.sum(jnp.sqrt(0 * net.norm.scale[...]))
+
+    scaling = halfstep.DynamicLossScaling()
+    _, _, finite, grads = mixed.value_and_grad(loss, scaling, policy="f16")(net, jnp.ones((4, 4)))
+    assert not finite
+    assert finite.where(grads) == finite.where(net)
+    assert "norm/scale" in finite.reason(net)
+    assert "a derivative is infinite, as those of sqrt" in finite.reason(net)
+    ledger = halfstep.Ledger(limit=1).record(finite)
+    with pytest.raises(halfstep.SkipLimitError, match="not finite is `norm/scale"):
+        ledger.check(net)

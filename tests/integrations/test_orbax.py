@@ -1,5 +1,6 @@
 """Checkpoints: every bit comes back, or an error says why not."""
 
+import inspect
 import pathlib
 import shutil
 import warnings
@@ -53,7 +54,7 @@ def small_state(number: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def run_of_two(tmp_path: pathlib.Path) -> pathlib.Path:
     """A folder with the steps 1 and 2."""
-    with Checkpoints(tmp_path / "run") as checkpoints:
+    with orbax.Checkpoints(tmp_path / "run") as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, small_state(step), Places({"at": step}))
     return tmp_path / "run"
@@ -492,3 +493,14 @@ def test_nothing_is_said_when_all_is_well(run_of_two: pathlib.Path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert restored(run_of_two)[0] == 2
+
+
+def test_the_step_is_a_number(tmp_path):
+    with orbax.Checkpoints(tmp_path / "run") as checkpoints:
+        # As without the type checker of the tests.
+        save = inspect.unwrap(orbax.Checkpoints.save)
+        with pytest.raises(TypeError, match=r"`step` must be a whole number; got dict. Write save"):
+            save(checkpoints, {"w": jnp.ones(3)}, 6)
+        save(checkpoints, np.int64(3), {"w": jnp.ones(3)})
+        checkpoints.wait()
+        assert checkpoints.latest() == 3

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,3 +196,31 @@ def test_a_state_of_another_kind():
         optim.StateError, match=r"the rest of a parameter of .* int16 for kind='split16'.*has int8"
     ):
         optim.master(optax.adamw(RATE), "split16").step(params, state, start())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optim.compress(optax.adamw(RATE)), optim.master(optax.adamw(RATE)), optim.flash_adamw(RATE)],
+    ids=["compress", "master", "flash"],
+)
+def test_whole_models(optimizer: optim.Transformation):
+    """Models of Equinox have functions, sizes and texts among their leaves."""
+    model: Any = eqx.nn.MLP(128, 1, 64, 1, key=jax.random.key(0))
+    x = jnp.ones((8, 128))
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    trained, rest = eqx.partition(model, eqx.is_inexact_array)
+    ready, state = optimizer.prepare(model)
+    wanted, wanted_state = optimizer.prepare(trained)
+    assert eqx.tree_equal(eqx.filter(ready, eqx.is_inexact_array), wanted)
+    assert eqx.tree_equal(state, wanted_state)
+    grads = eqx.filter_grad(loss)(model, x)
+    ready, state = optimizer.step(ready, state, grads)
+    wanted, wanted_state = optimizer.step(wanted, wanted_state, grads)
+    assert eqx.tree_equal(eqx.filter(ready, eqx.is_inexact_array), wanted)
+    assert eqx.tree_equal(state, wanted_state)
+    assert ready.activation is model.activation
+    assert jax.tree.structure(optimizer.init(model)) == jax.tree.structure(optimizer.init(trained))
+    assert eqx.combine(wanted, rest).activation is model.activation

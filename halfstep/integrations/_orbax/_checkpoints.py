@@ -1,5 +1,6 @@
 """The checkpoints of one run."""
 
+import operator
 import os
 import warnings
 from collections.abc import Mapping
@@ -128,7 +129,16 @@ class Checkpoints:
 
         Raises:
             CheckpointError: If the folder holds steps of another run.
+            TypeError: If `step` is no whole number.
         """
+        try:
+            # Also one of NumPy's, which could not be written down.
+            step = operator.index(step)
+        except TypeError as error:
+            raise TypeError(
+                f"`step` must be a whole number; got {type(step).__name__}. "
+                "Write save(step, state)."
+            ) from error
         self._begin_writing(step)
         leaves = leaves_of(state)
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
