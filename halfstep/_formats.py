@@ -178,8 +178,9 @@ def parse_dtype(dtype: DTypeLike) -> np.dtype:
         )
     try:
         resolved = np.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"required a dtype or its name, got {dtype!r}.") from error
+    except (TypeError, ValueError) as error:
+        shown = repr(dtype) if len(repr(dtype)) < 40 else f"a {type(dtype).__name__}"
+        raise ValueError(f"required a dtype or its name, got {shown}.") from error
     if resolved not in _BY_DTYPE:
         why = ""
         if jnp.issubdtype(resolved, jnp.floating):

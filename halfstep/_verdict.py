@@ -1,5 +1,7 @@
 """Is everything finite? One global answer, which leaf was the first, and whose fault it was."""
 
+import contextlib
+from collections.abc import Generator
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -80,6 +82,12 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.isfinite(magnitudes(tree)))
 
 
+_INSIDE = (
+    "halfstep: within a compiled function the verdict is not known yet. Return it and ask on the "
+    "host; inside, hand it to optimizer_update, transaction or select_tree."
+)
+
+
 class Verdict(eqx.Module):
     """The answer of a gradient transform to "may this step be applied?".
 
@@ -138,7 +146,8 @@ class Verdict(eqx.Module):
         return self.finite
 
     def __bool__(self) -> bool:
-        return bool(self._known())
+        with _told_where():
+            return bool(self._known())
 
     def __jax_array__(self) -> Array:
         return self._known()
@@ -162,7 +171,8 @@ class Verdict(eqx.Module):
             tree: The gradients, or the model they belong to.
         """
         self._known()
-        index = int(np.asarray(self.first_leaf))
+        with _told_where():
+            index = int(np.asarray(self.first_leaf))
         if index < 0:
             return None
         # State within a model, as NNX has it, has no gradient.
@@ -199,6 +209,19 @@ class Verdict(eqx.Module):
             "back, which a smaller loss scale cures, or a derivative is infinite, as those of sqrt "
             f"and norm at 0, which debug.first_nonfinite finds.{at}"
         )
+
+
+@contextlib.contextmanager
+def _told_where() -> Generator[None, None, None]:
+    """What JAX says of a value that is not known yet, with what to do about it."""
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+    ) as error:
+        error.add_note(_INSIDE)
+        raise
 
 
 def as_predicate(finite: Any) -> Any | None:

@@ -1,6 +1,7 @@
 """Casting functions: what goes in, what comes out, what is protected."""
 
 import collections
+import inspect
 from typing import Any
 
 import equinox as eqx
@@ -185,3 +186,8 @@ def test_sharding_is_kept(mesh: jax.sharding.Mesh):
     assert halfstep.cast_tree(x, "bf16").sharding == sharding
     struct = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
     assert halfstep.cast_tree(struct, "bf16").sharding == sharding
+
+
+def test_arguments_in_the_wrong_order():
+    with pytest.raises(ValueError, match="required a dtype or its name, got a dict"):
+        inspect.unwrap(halfstep.cast_tree)("bf16", {"w": jnp.ones(3), "offset": jnp.zeros(3)})

@@ -185,3 +185,12 @@ def test_a_single_bad_element_anywhere_is_found(dtype: str, shape: tuple[int, ..
             bad = full.copy()
             bad.flat[index] = np.asarray(poison).astype(dtype)
             assert not finite(bad), (index, poison)
+
+
+@pytest.mark.parametrize("ask", [bool, lambda v: v.where(PARAMS), lambda v: v.reason()])
+def test_asked_too_early(ask):
+    gradient = halfstep.filter_grad(loss, DynamicLossScaling(), policy="f16:inputs")
+    errors = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+    with pytest.raises(errors, match=r"[Tt]racer|traced") as caught:
+        eqx.filter_jit(lambda: ask(gradient(PARAMS, data())[1]))()
+    assert "Return it and ask on the host" in caught.value.__notes__[0]

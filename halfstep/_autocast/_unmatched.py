@@ -36,8 +36,9 @@ def _message(rule: PrecisionRule, names: set[str], scopes: set[str]) -> str:
     found = "; ".join(near) or f"operations: {_nearest(rule.op or '', names)}"
     return (
         f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is for all of "
-        f"it. Nearest candidates: {found}. A scope is one of jax.named_scope's, '/' separates "
-        "them, and '**' stands for any number. Use one of these, or leave the rule out."
+        f"it. Nearest candidates: {found}. An operation is a primitive of JAX: softmax is several, "
+        "and halfstep.explain lists all. A scope is one of jax.named_scope's, '/' separates them, "
+        "and '**' stands for any number. Use one of these, or leave the rule out."
     )
 
 

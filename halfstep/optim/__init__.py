@@ -1,5 +1,6 @@
 """Compressed optimizers: parameters and their state in 5 bytes a parameter."""
 
+from halfstep.optim._chain import ChainState as ChainState, chain as chain
 from halfstep.optim._check import StateError as StateError
 from halfstep.optim._compress import CompressedState as CompressedState, compress as compress
 from halfstep.optim._master import MasterState as MasterState, master as master

@@ -86,24 +86,24 @@ def of_models(
     """
 
     def init_model(params: Any) -> Any:
-        return init(eqx.filter(params, _is_trained))
+        return init(eqx.filter(params, is_trained))
 
     def prepare_model(params: Any) -> tuple[Any, Any]:
-        trained, rest = eqx.partition(params, _is_trained)
+        trained, rest = eqx.partition(params, is_trained)
         made, state = prepare(trained)
         return eqx.combine(made, rest), state
 
     def step_model(params: Any, state: Any, grads: Any, *args: Any, **options: Any) -> Any:
-        trained, rest = eqx.partition(params, _is_trained)
-        given = jax.tree.map(lambda p, g: g if _is_trained(p) else None, params, grads)
+        trained, rest = eqx.partition(params, is_trained)
+        given = jax.tree.map(lambda p, g: g if is_trained(p) else None, params, grads)
         made, state = step(trained, state, given, *args, **options)
         return eqx.combine(made, rest), state
 
     return transformation(init_model, step_model, prepare_model)
 
 
-def _is_trained(leaf: Any) -> bool:
-    # Also of what has a shape and no values.
+def is_trained(leaf: Any) -> bool:
+    """Whether a leaf is made of floating-point numbers, or has the shape of such an array."""
     dtype = getattr(leaf, "dtype", None)
     return is_inexact(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact))
 

@@ -224,3 +224,51 @@ def test_whole_models(optimizer: optim.Transformation):
     assert ready.activation is model.activation
     assert jax.tree.structure(optimizer.init(model)) == jax.tree.structure(optimizer.init(trained))
     assert eqx.combine(wanted, rest).activation is model.activation
+
+
+def _clip(limit: float) -> optax.GradientTransformation:
+    return optax.clip_by_global_norm(limit)
+
+
+CHAINED: Any = {
+    "flash": lambda: optim.flash_adamw(RATE),
+    "compress": lambda: optim.compress(optax.adamw(RATE)),
+    "master": lambda: optim.master(optax.adamw(RATE)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_a_chain_steps_with_what_its_front_makes_of_gradients(name: str):
+    params = {"w": jax.random.normal(jax.random.key(0), SHAPE)}
+    grads = {"w": jax.random.normal(jax.random.key(1), SHAPE)}
+    # Adam does not see how large gradients are: added after clipping, they are.
+    front = (_clip(1.0), optax.trace(0.9))
+    chained, alone = optim.chain(*front, CHAINED[name]()), CHAINED[name]()
+    before = optax.chain(*front)
+    low, state = chained.prepare(params)
+    wanted, wanted_state = alone.prepare(params)
+    first = before.init(wanted)
+    for number in range(3):
+        given = jax.tree.map(lambda g, n=number: (n + 1) * g, grads)
+        low, state = chained.step(low, state, given)
+        changed, first = before.update(given, first, wanted)
+        wanted, wanted_state = alone.step(wanted, wanted_state, changed)
+    assert eqx.tree_equal((low, state), (wanted, optim.ChainState(first, wanted_state)))
+    # A bad step changes nothing, and a good one is what it is without being told.
+    bad = jax.tree.map(lambda g: g * jnp.nan, grads)
+    assert eqx.tree_equal(chained.step(low, state, bad, finite=jnp.asarray(False)), (low, state))
+    told = chained.step(low, state, grads, finite=jnp.asarray(True))
+    assert eqx.tree_equal(told, chained.step(low, state, grads))
+    # As Optax's, by updates.
+    updates, _ = chained.update(grads, state, low)
+    assert eqx.tree_equal(optax.apply_updates(low, updates), told[0])
+    assert optim.stored_bytes(state) > optim.stored_bytes(wanted_state)
+
+
+def test_chains_that_are_none():
+    with pytest.raises(TypeError, match=r"last of a chain must be an optimizer of halfstep.optim"):
+        optim.chain(_clip(1.0), optax.adamw(RATE))
+    with pytest.raises(TypeError, match=r"last of a chain must be .*; got NoneType"):
+        optim.chain()
+    with pytest.raises(TypeError, match="only the last of a chain may be an optimizer"):
+        optim.chain(optim.flash_adamw(RATE), optim.flash_adamw(RATE))
