@@ -22,8 +22,8 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Thousands of tests leave millions of objects behind: to look through them as often as Python does by
-# itself takes a sixth of the time of all.
+# Thousands of tests leave millions of objects behind: to look through them as often as Python does
+# by itself takes a sixth of the time of all.
 gc.freeze()
 gc.set_threshold(50_000, 10, 20)
 
