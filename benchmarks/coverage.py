@@ -45,7 +45,7 @@ PROCESS, MESSAGE, FAILURE, REST = (
 )
 WHY: Mapping[str, str] = MappingProxyType(
     {
-        PROCESS: "Tests start it and look at what it does.",
+        PROCESS: "Tests start it and look at what it does; it is ended before it has counted.",
         MESSAGE: "Most are provoked in a process without the tests' type checker "
         "(`tests/test_plain_errors.py`), which would refuse the argument first.",
         FAILURE: "A package is missing, a file cannot be read, another version of JAX says it "
