@@ -7,12 +7,12 @@ import pytest
 from benchmarks import faults as benchmark
 from benchmarks._killing import Case, compare, random_faults
 
-# How many faults in which case; four processes take longer to start than two.
-QUICK = {Case("fsdp", "f16", 2): 8}
+# Faults in each case; four processes take longer to start than two.
+FAULTS = 4
+QUICK = Case("fsdp", "f16", 2)
 CASES = [
-    pytest.param(case, faults, marks=marks)
-    for chosen, marks in ((QUICK, ()), (dict.fromkeys(benchmark.CASES, 4), pytest.mark.slow))
-    for case, faults in chosen.items()
+    pytest.param(case, FAULTS, marks=() if case == QUICK else pytest.mark.slow)
+    for case in benchmark.CASES
 ]
 
 
