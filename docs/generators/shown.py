@@ -6,7 +6,6 @@ notebooks show. Each gets a dark one.
 """
 
 import base64
-import linecache
 import pathlib
 import re
 import sys
@@ -36,7 +35,6 @@ def map_of_the_page(path: pathlib.Path) -> None:
     ):
         # Named as the page's own outputs name it.
         name = f"{page.stem.replace('-', '_')}_{number}.py"
-        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         exec(compile(code, name, "exec"), namespace)
         if "log" in namespace:
             break

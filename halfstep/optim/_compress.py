@@ -13,7 +13,7 @@ from halfstep._gate import gated
 from halfstep._paths import path_string
 from halfstep.optim._coded import Codes, codes_in, decoded, encoded, encoded_like
 from halfstep.optim._layout import MIN_SIZE, is_stochastic
-from halfstep.optim._transform import Transformation, of_models
+from halfstep.optim._transform import Transformation, of_models, transformation
 
 _NO_RULES: Mapping[str, str | None] = MappingProxyType({})
 
@@ -115,4 +115,4 @@ def compress(
 
         return gated(finite, commit, (params, state))
 
-    return of_models(init, step, lambda params: (params, init(params)))
+    return of_models(transformation(init, step, lambda params: (params, init(params))))

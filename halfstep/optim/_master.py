@@ -12,7 +12,7 @@ from halfstep._gate import gated
 from halfstep._leaves import is_inexact
 from halfstep.optim._check import StateError
 from halfstep.optim._layout import MIN_SIZE, zeros
-from halfstep.optim._transform import Transformation, of_models
+from halfstep.optim._transform import Transformation, of_models, transformation
 from halfstep.quant import join, split, stochastic_round
 
 Kind = Literal["split16", "split8", "float32", "stochastic"]
@@ -134,7 +134,7 @@ def master(
 
         return gated(finite, commit, (params, state))
 
-    return of_models(init, step, prepare)
+    return of_models(transformation(init, step, prepare))
 
 
 def _is_half(leaf: Any) -> bool:

@@ -72,32 +72,22 @@ def transformation(
     return made
 
 
-def of_models(
-    init: Callable[[Any], Any],
-    step: Callable[..., tuple[Any, Any]],
-    prepare: Callable[[Any], tuple[Any, Any]],
-) -> Transformation:
-    """The same for whole models: functions, texts and integers in them stay as they are.
-
-    Args:
-        init: Makes the state of parameters.
-        step: Of parameters, state and gradients makes new parameters and a new state.
-        prepare: Of float32 parameters makes those to compute with, and their state.
-    """
+def of_models(made: Transformation) -> Transformation:
+    """The same for whole models: functions, texts and integers in them stay as they are."""
 
     def init_model(params: Any) -> Any:
-        return init(eqx.filter(params, is_trained))
+        return made.init(eqx.filter(params, is_trained))
 
     def prepare_model(params: Any) -> tuple[Any, Any]:
         trained, rest = eqx.partition(params, is_trained)
-        made, state = prepare(trained)
-        return eqx.combine(made, rest), state
+        low, state = made.prepare(trained)
+        return eqx.combine(low, rest), state
 
     def step_model(params: Any, state: Any, grads: Any, *args: Any, **options: Any) -> Any:
         trained, rest = eqx.partition(params, is_trained)
         given = jax.tree.map(lambda p, g: g if is_trained(p) else None, params, grads)
-        made, state = step(trained, state, given, *args, **options)
-        return eqx.combine(made, rest), state
+        new, state = made.step(trained, state, given, *args, **options)
+        return eqx.combine(new, rest), state
 
     return transformation(init_model, step_model, prepare_model)
 

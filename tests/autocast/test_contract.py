@@ -27,20 +27,18 @@ def integers(seed: int, *shape: int) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), shape, -3, 4).astype(jnp.float32)
 
 
+def contracted(primitive: Any, params: Any, left: Any, right: Any) -> Any:
+    """In bfloat16; results in float32, and gradients in the dtypes of the factors."""
+    gradients = [np.dtype(left.dtype), np.dtype(right.dtype)]
+    return contract(primitive, params, (left, right), compute=BF16, out=F32, gradients=gradients)
+
+
 def product(dimensions: Any, *, own: bool) -> Any:
     """The contraction that is tested, or JAX's own in float32."""
 
     def own_derivative(left: Any, right: Any) -> Any:
         params = {"dimension_numbers": dimensions, "precision": None, "out_sharding": None}
-        gradients = [np.dtype(left.dtype), np.dtype(right.dtype)]
-        return contract(
-            jax.lax.dot_general_p,
-            params,
-            (left, right),
-            compute=BF16,
-            out=F32,
-            gradients=gradients,
-        )
+        return contracted(jax.lax.dot_general_p, params, left, right)
 
     def plain(left: Any, right: Any) -> Any:
         return jax.lax.dot_general(left.astype(F32), right.astype(F32), dimensions)
@@ -160,14 +158,7 @@ def test_contractions_of_other_kinds_are_mapped():
             params = made.eqns[-1].params
             if not own:
                 return jax.lax.conv_general_dilated_p.bind(x, w, **params)
-            return contract(
-                jax.lax.conv_general_dilated_p,
-                params,
-                (x, w),
-                compute=BF16,
-                out=F32,
-                gradients=(F32, F32),
-            )
+            return contracted(jax.lax.conv_general_dilated_p, params, x, w)
 
         def loss(w: Any, x: Any) -> Any:
             return jnp.sum(convolve(x, w) ** 2)

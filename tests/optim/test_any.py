@@ -211,7 +211,7 @@ def test_whole_models(optimizer: optim.Transformation):
     def loss(model: Any, x: Any) -> Any:
         return jnp.mean(jax.vmap(model)(x) ** 2)
 
-    trained, rest = eqx.partition(model, eqx.is_inexact_array)
+    trained = eqx.filter(model, eqx.is_inexact_array)
     ready, state = optimizer.prepare(model)
     wanted, wanted_state = optimizer.prepare(trained)
     assert eqx.tree_equal(eqx.filter(ready, eqx.is_inexact_array), wanted)
@@ -223,7 +223,6 @@ def test_whole_models(optimizer: optim.Transformation):
     assert eqx.tree_equal(state, wanted_state)
     assert ready.activation is model.activation
     assert jax.tree.structure(optimizer.init(model)) == jax.tree.structure(optimizer.init(trained))
-    assert eqx.combine(wanted, rest).activation is model.activation
 
 
 def _clip(limit: float) -> optax.GradientTransformation:
@@ -241,7 +240,7 @@ CHAINED: Any = {
 def test_a_chain_steps_with_what_its_front_makes_of_gradients(name: str):
     params = {"w": jax.random.normal(jax.random.key(0), SHAPE)}
     grads = {"w": jax.random.normal(jax.random.key(1), SHAPE)}
-    # Adam does not see how large gradients are: added after clipping, they are.
+    # A sum over steps, so that it matters how much of each is clipped, which Adam would not see.
     front = (_clip(1.0), optax.trace(0.9))
     chained, alone = optim.chain(*front, CHAINED[name]()), CHAINED[name]()
     before = optax.chain(*front)
