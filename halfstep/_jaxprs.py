@@ -1,4 +1,4 @@
-"""Walking through traced functions and the functions inside of them."""
+"""Traced functions, and the functions that an operation's parameters hold."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,21 +7,26 @@ import jax
 from jax.extend import core
 
 
+def closed(jaxpr: Any) -> core.ClosedJaxpr:
+    """A traced function together with its constants.
+
+    Up to JAX 0.10 some primitives hold an open one, whose operands are all it needs.
+    """
+    if isinstance(jaxpr, core.ClosedJaxpr):
+        return jaxpr
+    if isinstance(jaxpr, core.Jaxpr):
+        # Constants whose values are not there are operands that come first.
+        inputs: Any = [*jaxpr.constvars, *jaxpr.invars]
+        opened = jaxpr.replace(constvars=[], invars=inputs) if jaxpr.constvars else jaxpr
+        return core.ClosedJaxpr(opened, ())
+    raise TypeError(f"a traced function is needed, got {type(jaxpr).__name__}")
+
+
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
-    """The functions that an operation's parameters hold."""
+    """The functions that an operation's parameters hold, whatever they are called."""
     for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value
-        elif isinstance(value, core.Jaxpr):
-            yield core.ClosedJaxpr(value, ())
-
-
-def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    """All equations of a traced function and of every function inside of it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in(equation.params):
-            yield from equations(inner.jaxpr)
+        if _is_jaxpr(value):
+            yield closed(value)
 
 
 def _is_jaxpr(value: Any) -> bool:

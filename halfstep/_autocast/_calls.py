@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
-from halfstep._autocast._graph import Node, closed, graph_of
+from halfstep._autocast._graph import Node, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._types import (
     Call,
@@ -19,27 +17,26 @@ from halfstep._autocast._types import (
     without_islands,
     without_state,
 )
+from halfstep._program.structures import Jit, Remat, ShardMap
 
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     # Inside of what the user recomputes there is nothing to store.
-    inner = plan(
-        graph_of(closed(node.params["jaxpr"]), node.scope), kinds, without_islands(settings)
-    )
+    function = node.structured(Remat).function
+    inner = plan(graph_of(function, node.scope), kinds, without_islands(settings))
     return nested(out_kinds(inner), inner)
 
 
 def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
     """What the user recomputes, as a function of a recipe's state and its operands."""
-    return jax.checkpoint(
-        lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots)),
-        prevent_cse=node.params["prevent_cse"],
-        policy=node.params["policy"],
+    return node.structured(Remat).checkpoint(
+        lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots))
     )
 
 
 def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    inner = plan(graph_of(closed(node.params["jaxpr"]), node.scope), kinds, settings)
+    function = node.structured(Jit, ShardMap).function
+    inner = plan(graph_of(function, node.scope), kinds, settings)
     return nested(out_kinds(inner), inner)
 
 
@@ -50,41 +47,30 @@ def _plan_shard_map(
 
 
 def _run_shard_map(call: Call) -> list[Any]:
-    decision, params = call.decision, call.node.params
-    func = jax.shard_map(
-        lambda *values: tuple(call.run(decision.inner, values, decision.outs)),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=call.node.manual_axes,
+    decision = call.decision
+    results = call.node.structured(ShardMap).bind(
+        lambda *values: tuple(call.run(decision.inner, values, decision.outs)), *call.operands
     )
-    return list(func(*call.operands))
+    return list(results)
 
 
 def _run_jit(call: Call) -> list[Any]:
     decision = call.decision
-    func = jax.jit(
+    results = call.node.structured(Jit).bind(
         lambda *values: tuple(call.run(decision.inner, values, decision.outs, slots=call.slots)),
-        in_shardings=call.node.shardings("in_shardings"),
-        out_shardings=call.node.shardings("out_shardings"),
+        *call.operands,
     )
-    return list(func(*call.operands))
+    return list(results)
 
 
-RECOMPUTED = ("checkpoint", "remat", "remat2")
+RECOMPUTED = Remat.names
 PLANNERS = MappingProxyType(
     {
         **dict.fromkeys(RECOMPUTED, _plan_remat),
-        "shard_map": _plan_shard_map,
-        "jit": _plan_call,
-        "pjit": _plan_call,
+        **dict.fromkeys(ShardMap.names, _plan_shard_map),
+        **dict.fromkeys(Jit.names, _plan_call),
     }
 )
 RUNNERS = MappingProxyType(
-    {
-        "shard_map": _run_shard_map,
-        "jit": _run_jit,
-        "pjit": _run_jit,
-    }
+    {**dict.fromkeys(ShardMap.names, _run_shard_map), **dict.fromkeys(Jit.names, _run_jit)}
 )

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
 
-from halfstep._autocast._graph import Node, closed, graph_of
+from halfstep._autocast._graph import Node, graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._types import (
     Call,
@@ -22,6 +21,7 @@ from halfstep._autocast._types import (
     without_islands,
     without_state,
 )
+from halfstep._program.structures import CustomJvp, CustomVjp
 
 
 def _inside(settings: Settings) -> Settings:
@@ -32,21 +32,23 @@ def _inside(settings: Settings) -> Settings:
 def _plan_custom_jvp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    inner = plan(graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, _inside(settings))
+    function = node.structured(CustomJvp).function
+    inner = plan(graph_of(function, node.scope), kinds, _inside(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
 
 
 def _run_custom_jvp(call: Call) -> list[Any]:
     node, decision, run = call.node, call.decision, call.run
     inner, kinds, plan = decision.inner
-    consts = node.params["num_consts"]
+    custom = node.structured(CustomJvp)
+    consts = custom.consts
 
     @jax.custom_jvp
     def func(*values: Any) -> Any:
         return tuple(run(inner, values, decision.outs))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        if node.params["symbolic_zeros"]:
+        if custom.symbolic_zeros:
             zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
         else:
             zeros = [False] * len(tangents)
@@ -54,8 +56,8 @@ def _run_custom_jvp(call: Call) -> list[Any]:
                 _instantiated(tangent, primal)
                 for tangent, primal in zip(tangents, primals, strict=True)
             ]
-        jaxpr, captured, out_zeros = node.params["jvp_jaxpr_fun"].call_wrapped(*zeros[consts:])
-        graph = graph_of(core.ClosedJaxpr(jaxpr, captured), node.scope)
+        function, out_zeros = custom.rule(zeros)
+        graph = graph_of(function, node.scope)
         moving = [i for i in range(consts, len(primals)) if not zeros[i]]
         given = [*primals[consts:], *(tangents[i] for i in moving)]
         of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
@@ -94,15 +96,16 @@ def zero_tangent(value: Any) -> Any:
 def _plan_custom_vjp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    inner = plan(graph_of(closed(node.params["call_jaxpr"]), node.scope), kinds, _inside(settings))
+    function = node.structured(CustomVjp).function
+    inner = plan(graph_of(function, node.scope), kinds, _inside(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
 def _run_custom_vjp(call: Call) -> list[Any]:
     node, decision, operands, run = call.node, call.decision, call.operands, call.run
     inner, kinds, plan = decision.inner
-    params, settings = node.params, _inside(call.settings)
-    consts = params["num_consts"]
+    custom, settings = node.structured(CustomVjp), _inside(call.settings)
+    consts = custom.consts
     avals = [inner.graph.avals[number] for number in inner.graph.inputs]
 
     @jax.custom_vjp
@@ -111,10 +114,9 @@ def _run_custom_vjp(call: Call) -> list[Any]:
 
     def forward(*values: Any) -> Any:
         flags = [jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals]
-        jaxpr, captured = params["fwd_jaxpr_thunk"].call_wrapped(*flags[consts:])
-        graph = graph_of(core.ClosedJaxpr(jaxpr, captured), node.scope)
+        graph = graph_of(custom.forward(flags), node.scope)
         made = plan(graph, kinds[consts:], settings)
-        _, _, forwarded = params["out_trees"]()
+        forwarded = custom.forwarded()
         stored = sum(number is None for number in forwarded)
         of_stored = [made.out_kind(operand) for operand in graph.outputs[:stored]]
         results = run(made, values[consts:], [*of_stored, *decision.outs])
@@ -156,7 +158,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
             given = [
                 next(found) if keep else value for value, keep in zip(traced, arrays, strict=True)
             ]
-            return [_dense(value) for value in params["bwd"].call_wrapped(*given)]
+            return [_dense(value) for value in custom.backward(*given)]
 
         graph = graph_of(jax.make_jaxpr(flat)(*only(traced)), node.scope)
         made = plan(graph, only(of_given), settings)
@@ -186,6 +188,14 @@ def _dense(value: Any) -> Any:
 
 
 PLANNERS = MappingProxyType(
-    {"custom_jvp_call": _plan_custom_jvp, "custom_vjp_call": _plan_custom_vjp}
+    {
+        **dict.fromkeys(CustomJvp.names, _plan_custom_jvp),
+        **dict.fromkeys(CustomVjp.names, _plan_custom_vjp),
+    }
 )
-RUNNERS = MappingProxyType({"custom_jvp_call": _run_custom_jvp, "custom_vjp_call": _run_custom_vjp})
+RUNNERS = MappingProxyType(
+    {
+        **dict.fromkeys(CustomJvp.names, _run_custom_jvp),
+        **dict.fromkeys(CustomVjp.names, _run_custom_vjp),
+    }
+)

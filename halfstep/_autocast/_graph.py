@@ -6,19 +6,19 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
-from halfstep._jaxprs import jaxprs_in
+from halfstep._program.control_flow import structure_of
+from halfstep._program.structures import Jit, Structure
 from halfstep._rules import plain_scope
 
+_S = TypeVar("_S", bound=Structure)
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
-# Calls that are nothing but their inside.
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +58,17 @@ class Node:
             source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
         )
 
-    def shardings(self, name: str) -> tuple[Any, ...]:
-        """Of a call, where its `"in_shardings"` or `"out_shardings"` lie, as `jax.jit` takes it."""
-        return tuple(None if is_unspecified(found) else found for found in self.params[name])
+    @functools.cached_property
+    def structure(self) -> Structure | None:
+        """The functions that the operation holds, and how it calls them; `None` for most."""
+        return structure_of(self.name, self.params)
 
-    @property
-    def manual_axes(self) -> Any:
-        """Of a `shard_map`, the axes of the mesh that it maps over."""
-        # JAX 0.8 has the first name, JAX 0.10 the second.
-        return self.params.get("manual_axes", self.params.get("newly_manual_axes"))
+    def structured(self, *kinds: type[_S]) -> _S:
+        """The structure of an operation that is known to be of one of some kinds."""
+        if not isinstance(self.structure, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{wanted} is needed, got the operation `{self.name}`")
+        return self.structure
 
     @property
     def scope(self) -> str:
@@ -133,20 +135,10 @@ def graph_of(function: core.ClosedJaxpr, scope: str = "") -> Graph:
     )
 
 
-def closed(jaxpr: Any) -> core.ClosedJaxpr:
-    """A traced function that has all it needs."""
-    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
-
-
 def is_of_jax(jaxpr: Any) -> bool:
     """Whether a traced function is one of JAX's own."""
     name = getattr(jaxpr.debug_info, "func_filename", None)
     return name is not None and name.startswith(_JAX)
-
-
-def is_unspecified(sharding: Any) -> bool:
-    """Whether a call says nothing about where a value lies; JAX's name for that is private."""
-    return type(sharding).__name__ == "UnspecifiedValue"
 
 
 class _Builder:
@@ -186,8 +178,7 @@ class _Builder:
                 source = source.replace(name_stack=outer.name_stack + source.name_stack)
             if caller is not None:
                 source = source.replace(traceback=caller.traceback)
-            if self.is_inlined(equation):
-                inner = next(jaxprs_in(equation.params))
+            if (inner := _inlined(equation)) is not None:
                 # JAX keeps what it has traced of its own functions: their lines are those of the
                 # first call, wherever it was.
                 line = source if is_of_jax(inner.jaxpr) else None
@@ -209,15 +200,14 @@ class _Builder:
             )
         return [read(atom) for atom in jaxpr.outvars]
 
-    def is_inlined(self, equation: core.JaxprEqn) -> bool:
-        if equation.primitive.name not in _INLINED:
-            return False
-        shardings = [
-            *equation.params.get("in_shardings", ()),
-            *equation.params.get("out_shardings", ()),
-        ]
-        # A call that says where its values lie is left as it is.
-        return all(map(is_unspecified, shardings))
+
+def _inlined(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """The function of a call that is nothing but its inside."""
+    if equation.primitive.name not in Jit.names:
+        return None
+    call = structure_of(equation.primitive.name, equation.params)
+    # A call that says where its values lie is left as it is.
+    return call.function if isinstance(call, Jit) and call.is_only_a_call else None
 
 
 def size(aval: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Graph, Node, closed, graph_of
+from halfstep._autocast._graph import Constant, Graph, Node, graph_of
 from halfstep._autocast._kinds import Kind, carried, join
 from halfstep._autocast._types import (
     FLOAT32,
@@ -21,13 +21,15 @@ from halfstep._autocast._types import (
     out_kinds,
     without_state,
 )
+from halfstep._program.structures import Cond, Scan, While
 
 # Scan.
 
 
 def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    inner = graph_of(node.params["jaxpr"], node.scope)
-    first, carries = node.params["num_consts"], node.params["num_carry"]
+    loop = node.structured(Scan)
+    inner = graph_of(loop.body, node.scope)
+    first, carries = loop.consts, loop.carries
     current = list(kinds)
     for position in _accumulators(inner, first, carries):
         current[position] = Kind.WIDE
@@ -57,30 +59,18 @@ def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
 
 
 def _run_scan(call: Call) -> list[Any]:
-    decision, params = call.decision, call.node.params
+    decision, loop = call.decision, call.node.structured(Scan)
     inner, kinds = decision.inner
-    first, carries = params["num_consts"], params["num_carry"]
     avals = [inner.graph.avals[n] for n in inner.graph.inputs]
     values = hold(call.operands, kinds, avals, call.settings.compute)
-    consts, init, xs = values[:first], values[first : first + carries], values[first + carries :]
+    consts, init, xs = loop.split(values)
 
-    def body(carry: Any, turn: Any) -> Any:
-        x, own = turn
+    def body(carry: Any, given: Any) -> Any:
+        x, own = given
         results = call.run(inner, [*consts, *carry, *x], decision.outs, slots=own)
-        return tuple(results[:carries]), tuple(results[carries:])
+        return tuple(results[: loop.carries]), tuple(results[loop.carries :])
 
-    options = (
-        {"_split_transpose": params["_split_transpose"]} if "_split_transpose" in params else {}
-    )
-    carry, ys = jax.lax.scan(
-        body,
-        tuple(init),
-        (tuple(xs), call.slots),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        **options,
-    )
+    carry, ys = loop.bind(body, tuple(init), (tuple(xs), call.slots))
     return [*carry, *ys]
 
 
@@ -99,13 +89,10 @@ def hold(
 
 
 def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    params = node.params
-    condition = graph_of(params["cond_jaxpr"], node.scope)
-    body = graph_of(params["body_jaxpr"], node.scope)
+    loop = node.structured(While)
+    condition, body = graph_of(loop.test, node.scope), graph_of(loop.body, node.scope)
     settings = without_state(settings)
-    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_condition, of_body = list(kinds[: split[0]]), list(kinds[split[0] : split[1]])
-    carry = list(kinds[split[1] :])
+    of_condition, of_body, carry = map(list, loop.split(kinds))
     for position in _accumulators(body, len(of_body), len(carry)):
         carry[position - len(of_body)] = Kind.WIDE
     while True:
@@ -118,18 +105,13 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
 
 
 def _run_while(call: Call) -> list[Any]:
-    decision, params, run = call.decision, call.node.params, call.run
+    decision, loop, run = call.decision, call.node.structured(While), call.run
     test, body, kinds = decision.inner
-    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    inputs = test.graph.inputs[: split[0]]
+    inputs = test.graph.inputs[: loop.test_consts]
     avals = [test.graph.avals[n] for n in inputs] + [body.graph.avals[n] for n in body.graph.inputs]
     values = hold(call.operands, kinds, avals, call.settings.compute)
-    of_condition, of_body, init = (
-        values[: split[0]],
-        values[split[0] : split[1]],
-        values[split[1] :],
-    )
-    results = jax.lax.while_loop(
+    of_condition, of_body, init = loop.split(values)
+    results = loop.bind(
         lambda carry: run(test, [*of_condition, *carry], [Kind.OTHER])[0],
         lambda carry: tuple(run(body, [*of_body, *carry], decision.outs)),
         tuple(init),
@@ -142,8 +124,8 @@ def _run_while(call: Call) -> list[Any]:
 
 def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     branches = [
-        plan(graph_of(closed(branch), node.scope), kinds[1:], settings)
-        for branch in node.params["branches"]
+        plan(graph_of(branch, node.scope), kinds[1:], settings)
+        for branch in node.structured(Cond).branches
     ]
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
     return nested(outs, tuple(branches))
@@ -157,8 +139,21 @@ def _run_cond(call: Call) -> list[Any]:
 
     given = [None] * len(decision.inner) if call.slots is None else call.slots
     branches = [runner(*pair) for pair in zip(decision.inner, given, strict=True)]
-    return list(jax.lax.switch(call.operands[0], branches, *call.operands[1:]))
+    index, *values = call.operands
+    return list(call.node.structured(Cond).bind(index, branches, *values))
 
 
-PLANNERS = MappingProxyType({"scan": _plan_scan, "while": _plan_while, "cond": _plan_cond})
-RUNNERS = MappingProxyType({"scan": _run_scan, "while": _run_while, "cond": _run_cond})
+PLANNERS = MappingProxyType(
+    {
+        **dict.fromkeys(Scan.names, _plan_scan),
+        **dict.fromkeys(While.names, _plan_while),
+        **dict.fromkeys(Cond.names, _plan_cond),
+    }
+)
+RUNNERS = MappingProxyType(
+    {
+        **dict.fromkeys(Scan.names, _run_scan),
+        **dict.fromkeys(While.names, _run_while),
+        **dict.fromkeys(Cond.names, _run_cond),
+    }
+)

@@ -19,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from halfstep._autocast._calls import RECOMPUTED
 from halfstep._autocast._derivatives import zero_tangent
 from halfstep._autocast._kept import keep, restore
+from halfstep._program.structures import Scan, While
 from halfstep._recipe import Factor
 
 
@@ -31,7 +32,7 @@ class Place(enum.Enum):
 
     def within(self, name: str) -> "Place":
         """The place of what is inside of an operation."""
-        if name in ("scan", "while"):
+        if name in (*Scan.names, *While.names):
             return Place.LOOP
         # Of what the user has computed again, both passes are in the body of one loop.
         is_loop = self is Place.LOOP and name not in RECOMPUTED

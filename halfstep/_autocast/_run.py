@@ -21,6 +21,7 @@ from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
 from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import FLOAT32, Call, Plan, held_dtype
+from halfstep._program.control_flow import bind_again
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
@@ -189,9 +190,7 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
             return [contract(node.primitive, params, operands, **types, kept=kept)]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
-    subfuns, params = bind_params(node.primitive, params)
-    results = node.primitive.bind(*subfuns, *operands, **params)
-    return results if node.primitive.multiple_results else [results]
+    return bind_again(node.primitive, params, operands)
 
 
 def _has_own_gradients(plan: Plan, index: int) -> bool:
@@ -199,15 +198,6 @@ def _has_own_gradients(plan: Plan, index: int) -> bool:
     reduce = plan.settings.reduce
     wider = reduce is not None and reduce != plan.settings.compute
     return wider and plan.graph.nodes[index].name in CONTRACTIONS
-
-
-def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """What a primitive wants to be bound with; JAX 0.8 and 0.10 say it differently."""
-    made = primitive.get_bind_params(params)
-    if isinstance(made, tuple):
-        return made
-    made = dict(made)
-    return (), made
 
 
 def _run_island(env: Environment, island: Island) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from halfstep._autocast._f8._site import Off, Site, Slot, Slots
 from halfstep._autocast._types import Plan, inner_plans
+from halfstep._program.structures import Cond, Scan
 from halfstep._rules import plain_scope
 
 
@@ -34,7 +35,8 @@ def _sites(plan: Plan, turns: tuple[int, ...]) -> Iterator[tuple[str, Site, tupl
         if decision.site is not None and plan.settings.has_state:
             scope = plain_scope(node.scope)
             yield f"{scope}/{node.name}" if scope else node.name, decision.site, turns
-        more = (node.params["length"],) if node.name == "scan" else ()
+        structure = node.structure
+        more = (structure.length,) if isinstance(structure, Scan) else ()
         for inner in inner_plans(decision.inner):
             yield from _sites(inner, (*turns, *more))
 
@@ -77,5 +79,5 @@ def _placed(plan: Plan, slots: Iterator[Slot | Off]) -> Slots | None:
             made[index] = next(slots)
         inside = [_placed(inner, slots) for inner in inner_plans(decision.inner)]
         if any(found is not None for found in inside):
-            made[index] = tuple(inside) if node.name == "cond" else inside[0]
+            made[index] = tuple(inside) if isinstance(node.structure, Cond) else inside[0]
     return made or None

@@ -36,7 +36,7 @@ _ROWS = (
         "powers, exponentials, logarithms and roots",
         _names(
             "exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt logistic "
-            "tanh cumlogsumexp"
+            "tanh cumlogsumexp log2 one_minus_square polynomial reciprocal"
         ),
     ),
     (
@@ -50,7 +50,8 @@ _ROWS = (
         _names(
             "reduce_sum reduce_prod cumsum cumprod reduce_window_sum reduce_window reduce "
             "scatter-min scatter-max scatter_min scatter_max scatter-add scatter_add "
-            "scatter-mul scatter_mul select_and_scatter_add psum psum_invariant psum2 "
+            "scatter-mul scatter_mul scatter-sub select_and_scatter select_and_scatter_add "
+            "select_and_gather_add psum psum_invariant psum2 "
             "reduce_scatter"
         ),
     ),
@@ -77,7 +78,7 @@ _ROWS = (
         Rule.WIDEST,
         "arithmetic on several operands",
         _names(
-            "add sub mul add_any max min clamp select_n concatenate pad "
+            "add sub mul add_any max min clamp select_n concatenate stack pad "
             "dynamic_update_slice scatter eq ne lt le gt ge eq_to le_to lt_to"
         ),
     ),
@@ -91,7 +92,7 @@ _ROWS = (
             "argmax argmin sort top_k approx_top_k optimization_barrier name "
             "sharding_constraint mesh_cast reshard pvary pcast all_gather "
             "all_gather_invariant all_to_all ppermute pbroadcast pmax pmin device_put "
-            "reduce_precision split tile"
+            "reduce_precision split unstack tile reduce_and reduce_or reduce_xor broadcast_to"
         ),
     ),
     (
@@ -103,7 +104,8 @@ _ROWS = (
             "random_gamma threefry2x32 rng_bit_generator rng_uniform iota empty empty2 "
             "axis_index and or xor not shift_left shift_right_logical "
             "shift_right_arithmetic population_count clz real imag conj debug_callback "
-            "debug_print pure_callback io_callback pallas_call ffi_call"
+            "debug_print pure_callback io_callback pallas_call ffi_call platform_index "
+            "call_hi_primitive dimension_size dim_as_value shape_assertion"
         ),
     ),
 )

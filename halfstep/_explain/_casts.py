@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._explain._call import Call
-from halfstep._jaxprs import jaxprs_in
+from halfstep._program.control_flow import structure_of
+from halfstep._program.structures import Opaque
 
 
 def casts(call: Call) -> int:
     """Conversions between floating-point dtypes in one forward pass; loops by their length.
 
-    A `while` loop counts as one turn, and all branches of a `cond` count.
+    A `while` loop counts as one iteration, and all branches of a `cond` count.
     """
     return _count(jax.make_jaxpr(call)(*call.values).jaxpr)
 
@@ -23,9 +24,10 @@ def _count(jaxpr: Any) -> int:
         if equation.primitive.name == "convert_element_type":
             before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
             total += before != after and is_float(before) and is_float(after)
-        elif equation.primitive.name != "pallas_call":
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            total += times * sum(_count(inner.jaxpr) for inner in jaxprs_in(equation.params))
+            continue
+        found = structure_of(equation.primitive.name, equation.params)
+        if found is not None and not isinstance(found, Opaque):
+            total += sum(inner.times * _count(inner.function.jaxpr) for inner in found.inner())
     return total
 
 

@@ -12,7 +12,7 @@ from halfstep._autocast._types import FLOAT32
 from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._reasons import not_lowered
 from halfstep._explain._walk import Step
-from halfstep._jaxprs import equations, jaxprs_in
+from halfstep._program.control_flow import equations, functions_in
 
 FLOAT16 = np.dtype(np.float16)
 _FACTOR = 256
@@ -151,6 +151,6 @@ def _has_wide_dot(step: Step) -> bool:
     return any(
         equation.primitive.name in CONTRACTIONS
         and all(getattr(var.aval, "dtype", None) == FLOAT32 for var in equation.invars[:2])
-        for inner in jaxprs_in(step.node.params)
+        for inner in functions_in(step.node.name, step.node.params)
         for equation in equations(inner.jaxpr)
     )

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._autocast._graph import Constant
-from halfstep._autocast._run import bind_params
 from halfstep._autocast._table import CONTRACTIONS
 from halfstep._explain._places import Place, holds_functions, inside
+from halfstep._program.control_flow import bind_again
+from halfstep._program.structures import Cond, CustomJvp, CustomVjp, Jit, Remat, Scan
 
 Key = tuple[int, ...]
-_CALLS = ("checkpoint", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "remat2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Run:
                 results, found = self.nested(place, index, operands)
                 largest.update(found)
             else:
-                results = _bound(node, operands)
+                results = bind_again(node.primitive, node.params, operands)
             if node.name in CONTRACTIONS:
                 magnitude = jnp.max(jnp.abs(results[0]), initial=0)
                 largest[*place.key, index] = magnitude.astype(jnp.float32)
@@ -66,32 +66,27 @@ class _Run:
     ) -> tuple[list[Any], dict[Key, Any]]:
         node = place.plan.graph.nodes[index]
         inner = list(inside(place, index))
-        if node.name in _CALLS and len(inner) == 1:
-            return self.of(inner[0], operands)
-        if node.name == "scan":
-            return self.scanned(node, inner[0], operands)
-        if node.name == "cond":
-            return self.branched(inner, operands)
-        self.skipped.append(node.name)
-        return _bound(node, operands), {}
+        match node.structure:
+            case Jit() | Remat() | CustomJvp() | CustomVjp():
+                return self.of(inner[0], operands)
+            case Scan() as loop:
+                return self.scanned(loop, inner[0], operands)
+            case Cond():
+                return self.branched(inner, operands)
+            case _:
+                self.skipped.append(node.name)
+                return bind_again(node.primitive, node.params, operands), {}
 
     def scanned(
-        self, node: Any, inner: Place, operands: Sequence[Any]
+        self, loop: Scan, inner: Place, operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
-        first, carries = node.params["num_consts"], node.params["num_carry"]
-        consts, init = operands[:first], operands[first : first + carries]
+        consts, init, xs = loop.split(operands)
 
         def body(carry: Any, x: Any) -> Any:
             results, found = self.of(inner, [*consts, *carry, *x])
-            return tuple(results[:carries]), (tuple(results[carries:]), found)
+            return tuple(results[: loop.carries]), (tuple(results[loop.carries :]), found)
 
-        carry, (ys, found) = jax.lax.scan(
-            body,
-            tuple(map(jnp.asarray, init)),
-            tuple(operands[first + carries :]),
-            length=node.params["length"],
-            reverse=node.params["reverse"],
-        )
+        carry, (ys, found) = loop.bind(body, tuple(map(jnp.asarray, init)), tuple(xs))
         return [*carry, *ys], {key: jnp.max(value, initial=0) for key, value in found.items()}
 
     def branched(
@@ -112,9 +107,3 @@ class _Run:
             return run
 
         return jax.lax.switch(which, [runner(branch) for branch in inner], *given)
-
-
-def _bound(node: Any, operands: Sequence[Any]) -> list[Any]:
-    subfuns, params = bind_params(node.primitive, dict(node.params))
-    results = node.primitive.bind(*subfuns, *operands, **params)
-    return list(results) if node.primitive.multiple_results else [results]

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfstep._autocast import _calls, _derivatives, _loops
-from halfstep._autocast._graph import Operand, graph_of
+from halfstep._autocast._graph import Node, Operand, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._plan import plan as make_plan
 from halfstep._autocast._types import Plan, Settings, inner_plans
-from halfstep._jaxprs import jaxprs_in
+from halfstep._program.structures import Inner, LinearSolve, Opaque
 
-_CALLS = frozenset({*_loops.PLANNERS, *_calls.PLANNERS, *_derivatives.PLANNERS})
 # Everything as it is written.
 _NO_AUTOCAST = Settings(np.dtype(np.float32), islands=False)
 
@@ -53,50 +51,44 @@ class Place:
 def inside(place: Place, index: int) -> Iterator[Place]:
     """The plans inside of an operation."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    params, ins = node.params, node.ins
-
-    def made(
-        plan: Plan, label: str, given: tuple[Operand | None, ...], times: int = 1, number: int = 0
-    ) -> Place:
-        labels, key = (*place.labels, label), (*place.key, index, number)
-        return Place(plan, labels, place.times * times, place, given, key)
-
     plans = list(inner_plans(decision.inner))
     if not plans:
         yield from _as_written(place, index)
-    elif node.name == "scan":
-        first, carries = params["num_consts"], params["num_carry"]
-        given = (*ins[:first], *[None] * carries, *ins[first + carries :])
-        yield made(plans[0], f"scan x{params['length']}", given, params["length"])
-    elif node.name == "while":
-        consts, split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        carried = [None] * (len(ins) - split)
-        yield made(plans[0], "while, test", (*ins[:consts], *carried))
-        yield made(plans[1], "while", (*ins[consts:split], *carried), number=1)
-    elif node.name == "cond":
-        for number, plan in enumerate(plans):
-            yield made(plan, f"branch {number}", ins[1:], number=number)
-    else:
-        for plan in plans:
-            yield made(plan, node.name, ins)
+        return
+    structure = node.structure
+    calls = () if structure is None else structure.inner()
+    for number, (plan, call) in enumerate(zip(plans, calls, strict=True)):
+        labels, key = (*place.labels, call.label), (*place.key, index, number)
+        yield Place(plan, labels, place.times * call.times, place, _given(node, call), key)
+
+
+def _given(node: Node, call: Inner) -> tuple[Operand | None, ...]:
+    """The operand that each input of a function is; `None` for what a loop carries."""
+    operands = call.operands or ()
+    return tuple(
+        None if position in call.carried else node.ins[operand]
+        for position, operand in enumerate(operands)
+    )
 
 
 def holds_functions(place: Place, index: int) -> bool:
     """Whether an operation is a loop, a branch or a call, and stands as its inside."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    return decision.inner is not None or node.name in _CALLS
+    if decision.inner is not None:
+        return True
+    return node.structure is not None and not isinstance(node.structure, LinearSolve | Opaque)
 
 
 def _as_written(place: Place, index: int) -> Iterator[Place]:
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    length = node.params.get("length", 1) if node.name == "scan" else 1
-    for number, function in enumerate(jaxprs_in(node.params)):
-        graph = graph_of(function, node.scope)
+    structure = node.structure
+    for number, call in enumerate(() if structure is None else structure.inner()):
+        graph = graph_of(call.function, node.scope)
         plan = make_plan(graph, [Kind.OTHER] * len(graph.inputs), _NO_AUTOCAST)
         yield Place(
             plan,
-            (*place.labels, f"scan x{length}" if node.name == "scan" else node.name),
-            place.times * length,
+            (*place.labels, call.label),
+            place.times * call.times,
             place,
             (None,) * len(graph.inputs),
             (*place.key, index, number),

@@ -11,12 +11,9 @@ from jax.extend import core
 from halfstep._explain._call import Call
 from halfstep._explain._entry import Typed, typed
 from halfstep._explain._sources import Finder, Source
-from halfstep._jaxprs import jaxprs_in
+from halfstep._program.control_flow import structure_of
+from halfstep._program.structures import Inner, Jit, Remat, Scan, ShardMap
 
-# Of these, a value that comes out lies where it does in the function inside.
-_CALLS = frozenset(
-    {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", "scan", "shard_map"}
-)
 # What makes another view or another dtype of a value, and nothing new.
 _VIEWS = frozenset(
     {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "copy"}
@@ -102,9 +99,12 @@ class _Function:
             inner, wanted = self._inside(var)
             if inner is not None:
                 seen = inner.viewed(wanted)
-                if not isinstance(seen, int) or seen in _carried(equation):
-                    return None if isinstance(seen, int) else seen
-                var = equation.invars[seen]
+                if not isinstance(seen, int):
+                    return seen
+                call = _called(equation)
+                if call is None or call.operands is None or seen in call.carried:
+                    return None
+                var = equation.invars[call.operands[seen]]
             elif equation.primitive.name in _VIEWS:
                 var = equation.invars[0]
             else:
@@ -116,21 +116,19 @@ class _Function:
     def _inside(self, var: Any) -> "tuple[_Function | None, Any]":
         """The function that hands a value out, and what it is in there."""
         equation = self.made[var]
-        inner = list(jaxprs_in(equation.params))
-        if equation.primitive.name not in _CALLS or len(inner) != 1:
+        call = _called(equation)
+        if call is None:
             return None, None
-        outs = inner[0].jaxpr.outvars
+        outs = call.function.jaxpr.outvars
         if len(outs) != len(equation.outvars):
             return None, None
-        return _Function(inner[0].jaxpr), outs[equation.outvars.index(var)]
+        return _Function(call.function.jaxpr), outs[equation.outvars.index(var)]
 
 
-def _carried(equation: Any) -> range:
-    """Which operands of a loop change from turn to turn."""
-    if equation.primitive.name != "scan":
-        return range(0)
-    first = equation.params["num_consts"]
-    return range(first, first + equation.params["num_carry"])
+def _called(equation: Any) -> Inner | None:
+    """The function of a call or loop that returns what the operation does, in the same order."""
+    found = structure_of(equation.primitive.name, equation.params)
+    return found.inner()[0] if isinstance(found, Jit | Remat | Scan | ShardMap) else None
 
 
 def by_dtype(found: Sequence[Residual]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from halfstep._explain._flops import flops
 from halfstep._explain._places import Place, holds_functions, inside
 from halfstep._explain._reasons import parameter, reason
 from halfstep._explain._sources import Finder, Source
-from halfstep._jaxprs import jaxprs_in
+from halfstep._program.control_flow import functions_in
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def _walk(
             yield Step(place, index, entry)
             continue
         # JAX's own functions with derivatives of their own (relu): where they are called.
-        of_jax = any(is_of_jax(inner.jaxpr) for inner in jaxprs_in(node.params))
+        of_jax = any(is_of_jax(inner.jaxpr) for inner in functions_in(node.name, node.params))
         for inner in inside(place, index):
             yield from _walk(inner, finder, islands, source if of_jax else line)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from jax.extend import core
 
-from halfstep._jaxprs import equations
 from halfstep._preflight._errors import PreflightError
+from halfstep._program.control_flow import equations
 
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 

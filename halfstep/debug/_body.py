@@ -7,20 +7,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from halfstep._autocast._graph import Constant, Graph, Node, Operand, closed, graph_of, is_of_jax
+from halfstep._autocast._graph import Constant, Graph, Node, Operand, graph_of, is_of_jax
 from halfstep._explain._entry import typed
 from halfstep._explain._sources import UNKNOWN, Finder, Source
-from halfstep._jaxprs import jaxprs_in
+from halfstep._jaxprs import closed
+from halfstep._program.structures import Inner, LinearSolve, Opaque, Structure
 from halfstep.debug._site import Pass, Site
 from halfstep.debug._stats import is_recorded
 
 ARGUMENT = "argument"
 TURN_INPUT = "slice of a loop's input"
-LOOPS = ("scan", "while")
-REMATS = ("checkpoint", "remat", "remat2")
-DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 RECOMPUTED = "rematted_computation"
-_HOLDERS = frozenset({*LOOPS, *REMATS, *DERIVATIVES, "cond", "jit", "pjit", "shard_map"})
 # What a value becomes in these is finite if and only if the value is, and as large.
 _MOVES = frozenset(
     {
@@ -52,6 +49,8 @@ class Body:
     """The functions inside of operations, by the operation's number."""
     turn_inputs: frozenset[int] = frozenset()
     """Inputs that are another slice in every turn of a loop."""
+    called: Inner | None = None
+    """How the operation calls the function; `None` for the outermost one."""
     paths: tuple[str, ...] = ()
     """Of the outermost function: where in the call each input is."""
     carried: frozenset[int] = frozenset()
@@ -124,7 +123,7 @@ def _body(function: Any, around: _Around, finder: Finder, **known: Any) -> Body:
     stages, for_backward = _stages(graph, stacks, around)
     inner = {}
     for index, node in enumerate(graph.nodes):
-        if node.name in _HOLDERS:
+        if is_looked_into(node):
             found = _Around(
                 node.scope,
                 stacks[index],
@@ -147,31 +146,25 @@ def _body(function: Any, around: _Around, finder: Finder, **known: Any) -> Body:
 
 
 def _inside(node: Node, around: _Around, line: Source, finder: Finder) -> Iterator[Body]:
-    params = node.params
+    structure = node.structure
+    for inner in () if structure is None else structure.inner():
+        # Of a loop's test only the answer is used.
+        if not inner.is_test:
+            where = dataclasses.replace(
+                around,
+                within=(*around.within, inner.label),
+                loops=(*around.loops, inner.label) if inner.is_loop else around.loops,
+                # JAX's own functions (relu): where they are called.
+                line=line if is_of_jax(inner.function.jaxpr) else None,
+            )
+            sliced = frozenset(inner.sliced)
+            yield _body(inner.function, where, finder, turn_inputs=sliced, called=inner)
 
-    def made(function: Any, label: str, *, loop: bool = False, **known: Any) -> Body:
-        function = closed(function)
-        where = dataclasses.replace(
-            around,
-            within=(*around.within, label),
-            loops=(*around.loops, label) if loop else around.loops,
-            # JAX's own functions (relu): where they are called.
-            line=line if is_of_jax(function.jaxpr) else None,
-        )
-        return _body(function, where, finder, **known)
 
-    if node.name == "scan":
-        first = params["num_consts"] + params["num_carry"]
-        turns = frozenset(range(first, len(node.ins)))
-        label = f"scan x{params['length']}"
-        yield made(params["jaxpr"], label, loop=True, turn_inputs=turns)
-    elif node.name == "while":
-        yield made(params["body_jaxpr"], "while", loop=True)
-    elif node.name == "cond":
-        for number, branch in enumerate(params["branches"]):
-            yield made(branch, f"branch {number}")
-    else:
-        yield made(next(jaxprs_in(params)), node.name)
+def is_looked_into(node: Node) -> bool:
+    """Whether values inside an operation can be recorded."""
+    structure: Structure | None = node.structure
+    return structure is not None and not isinstance(structure, LinearSolve | Opaque)
 
 
 def _stages(
@@ -205,7 +198,7 @@ def _stages(
         node = graph.nodes[index]
         used = [number for number in node.outs if number in only or number in others]
         is_factor = bool(used) and others.isdisjoint(used)
-        if is_factor and found[index] == "forward" and node.name not in _HOLDERS:
+        if is_factor and found[index] == "forward" and not is_looked_into(node):
             found[index] = "backward"
         users = only if found[index] == "backward" else others
         users.update(o for o in node.ins if not isinstance(o, Constant))

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from halfstep._autocast._graph import Constant
+from halfstep._program.structures import Scan
 from halfstep.debug._body import Body
 from halfstep.debug._layout import Layout
 from halfstep.debug._parents import Parents, Turns
@@ -121,10 +122,10 @@ class _Search:
         """Note the loops around every function: first row inside, and the length if reversed."""
         self.starts[body] = around
         for index, bodies in body.inner.items():
-            params = body.graph.nodes[index].params
+            loop = body.graph.nodes[index].structure
             for inner in bodies:
                 if len(inner.loops) > len(body.loops):
-                    length = params["length"] if params.get("reverse") else 0
+                    length = loop.length if isinstance(loop, Scan) and loop.reverse else 0
                     self._place(inner, (*around, (self._first_row(inner), length)))
                 else:
                     self._place(inner, around)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from halfstep._autocast._graph import Constant, Node, Operand
@@ -15,10 +15,20 @@ from halfstep._autocast._loops import hold
 from halfstep._autocast._recompute import Place
 from halfstep._autocast._run import Environment, bind, held, operand_of
 from halfstep._autocast._types import Decision, Plan
-from halfstep.debug._body import DERIVATIVES, REMATS, Body
+from halfstep._program.control_flow import bind_again
+from halfstep._program.structures import (
+    Cond,
+    CustomJvp,
+    CustomVjp,
+    Jit,
+    Remat,
+    Scan,
+    ShardMap,
+    While,
+)
+from halfstep.debug._body import Body
 from halfstep.debug._deviation import Sum, absent, added, sums
 from halfstep.debug._layout import Layout
-from halfstep.debug._run import bind_as_traced
 
 Rows = list[jax.Array]
 """Of each site in order; those in a loop of known length have an axis for its turns."""
@@ -92,7 +102,7 @@ def run_both(
         bodies = body.inner.get(index, ())
         with node.in_scope():
             if decision.inner is None:
-                results = bind(env, index, operands), bind_as_traced(node, exact)
+                results = bind(env, index, operands), bind_again(node.primitive, node.params, exact)
                 count = sum(map(layout.count, bodies))
                 rows += [absent((len(Sum),))] * count
             else:
@@ -111,49 +121,45 @@ def run_both(
 
 
 def _scan(call: _Call) -> Both:
-    (body,), params = call.bodies, call.node.params
+    (body,), loop = call.bodies, call.node.structured(Scan)
     plan, kinds = call.decision.inner
-    first, carries = params["num_consts"], params["num_carry"]
     low = hold(call.low, kinds, _avals(plan), plan.settings.compute)
-    both = low, call.wide
-    consts, init, xs = (
-        tuple(tuple(values[part]) for values in both)
-        for part in (slice(first), slice(first, first + carries), slice(first + carries, None))
-    )
+    # Constants, carries and what is sliced, each in the policy and in float32.
+    parts = zip(loop.split(low), loop.split(call.wide), strict=True)
+    consts, init, xs = (tuple(map(tuple, pair)) for pair in parts)
+    carries = loop.carries
 
-    def turn(carry: Any, given: Any) -> Any:
+    def iteration(carry: Any, given: Any) -> Any:
         x, slots = given
         values = ([*consts[n], *carry[n], *x[n]] for n in (0, 1))
         made = call.run(body, plan, *values, call.decision.outs, slots=slots)
         carry = tuple(made.low[:carries]), tuple(made.wide[:carries])
         return carry, (made.low[carries:], made.wide[carries:], made.rows)
 
-    options = {"length": params["length"], "reverse": params["reverse"]}
-    carry, (*ys, rows) = jax.lax.scan(turn, init, (xs, call.slots), **options)
+    carry, (*ys, rows) = loop.bind(iteration, init, (xs, call.slots))
     return Both([*carry[0], *ys[0]], [*carry[1], *ys[1]], rows)
 
 
 def _while(call: _Call) -> Both:
-    (body,), params = call.bodies, call.node.params
+    (body,), loop = call.bodies, call.node.structured(While)
     test, plan, kinds = call.decision.inner
-    tests, consts = params["cond_nconsts"], params["body_nconsts"]
-    avals = [*_avals(test)[:tests], *_avals(plan)]
-    low = hold(call.low, kinds, avals, plan.settings.compute)[tests:]
-    wide, of_test = call.wide[tests:], call.wide[:tests]
-    goes_on = core.jaxpr_as_fun(params["cond_jaxpr"])
+    avals = [*_avals(test)[: loop.test_consts], *_avals(plan)]
+    _, low, low_init = loop.split(hold(call.low, kinds, avals, plan.settings.compute))
+    of_test, wide, wide_init = loop.split(call.wide)
+    goes_on = jaxpr_as_fun(loop.test)
 
-    def turn(carry: Any) -> Both:
-        given = [*low[:consts], *carry[0]], [*wide[:consts], *carry[1]]
+    def iteration(carry: Any) -> Both:
+        given = [*low, *carry[0]], [*wide, *carry[1]]
         return call.run(body, plan, *given, call.decision.outs)
 
     def next_state(state: Any) -> Any:
-        made = turn(state[:2])
+        made = iteration(state[:2])
         both = [added(jnp.stack(pair)) for pair in zip(state[2], made.rows, strict=True)]
         return tuple(made.low), tuple(made.wide), tuple(both)
 
-    carry = tuple(low[consts:]), tuple(wide[consts:])
-    start = tuple(absent(row.shape) for row in jax.eval_shape(turn, carry).rows)
-    low, wide, rows = jax.lax.while_loop(
+    carry = tuple(low_init), tuple(wide_init)
+    start = tuple(absent(row.shape) for row in jax.eval_shape(iteration, carry).rows)
+    low, wide, rows = loop.bind(
         lambda state: goes_on(*of_test, *state[1])[0], next_state, (*carry, start)
     )
     return Both(list(low), list(wide), list(rows))
@@ -181,7 +187,8 @@ def _cond(call: _Call) -> Both:
 
         return inside
 
-    return Both(*jax.lax.switch(call.wide[0], list(map(padded, range(len(branches)))), *given))
+    choices = list(map(padded, range(len(branches))))
+    return Both(*call.node.structured(Cond).bind(call.wide[0], choices, *given))
 
 
 def _call(call: _Call) -> Both:
@@ -191,24 +198,20 @@ def _call(call: _Call) -> Both:
 
 
 def _shard_map(call: _Call) -> Both:
-    (body,), params = call.bodies, call.node.params
-    manual = call.node.manual_axes
-    axes = tuple(name for name in params["mesh"].axis_names if name in manual)
+    (body,), mapped = call.bodies, call.node.structured(ShardMap)
 
     def inside(low: Sequence[Any], wide: Sequence[Any]) -> Any:
         made = call.run(body, call.decision.inner, low, wide, call.decision.outs)
         return tuple(made.low), tuple(made.wide), [row[None] for row in made.rows]
 
-    ins, outs = tuple(params["in_specs"]), tuple(params["out_specs"])
-    func = jax.shard_map(
+    ins, outs = mapped.in_specs, mapped.out_specs
+    low, wide, rows = mapped.bind(
         inside,
-        mesh=params["mesh"],
+        tuple(call.low),
+        tuple(call.wide),
         in_specs=(ins, ins),
-        out_specs=(outs, outs, PartitionSpec(axes)),
-        check_vma=params["check_vma"],
-        axis_names=manual,
+        out_specs=(outs, outs, PartitionSpec(mapped.axes)),
     )
-    low, wide, rows = func(tuple(call.low), tuple(call.wide))
     return Both(list(low), list(wide), [added(row) for row in rows])
 
 
@@ -218,10 +221,10 @@ def _avals(plan: Plan) -> list[Any]:
 
 _RUNNERS = MappingProxyType(
     {
-        **dict.fromkeys((*REMATS, *DERIVATIVES, "jit", "pjit"), _call),
-        "scan": _scan,
-        "while": _while,
-        "cond": _cond,
-        "shard_map": _shard_map,
+        **dict.fromkeys((*Remat.names, *CustomJvp.names, *CustomVjp.names, *Jit.names), _call),
+        **dict.fromkeys(Scan.names, _scan),
+        **dict.fromkeys(While.names, _while),
+        **dict.fromkeys(Cond.names, _cond),
+        **dict.fromkeys(ShardMap.names, _shard_map),
     }
 )

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from halfstep._autocast._graph import Constant, Operand
-from halfstep.debug._body import LOOPS, Body
+from halfstep._program.structures import Scan
+from halfstep.debug._body import Body
 from halfstep.debug._layout import Layout
 
 Turns = tuple[float, ...]
@@ -44,8 +45,9 @@ class Parents:
         if body not in self._outer:
             return ()
         outer, index = self._outer[body]
-        node = outer.graph.nodes[index]
-        own = (bool(node.params.get("reverse")),) if node.name in LOOPS else ()
+        structure = outer.graph.nodes[index].structure
+        is_reversed = isinstance(structure, Scan) and structure.reverse
+        own = (is_reversed,) if _is_loop(body) else ()
         return (*self.runs_backwards(outer), *own)
 
     def of_outputs(self) -> Iterator[tuple[int | Constant, Turns]]:
@@ -129,9 +131,8 @@ class Parents:
             yield from self._of_input(Moment(body, operand, turns), seen)
         elif index in body.inner:
             position = body.graph.nodes[index].outs.index(operand)
-            is_loop = body.graph.nodes[index].name in LOOPS
-            inside = (*turns, ANY) if is_loop else turns
             for inner in body.inner[index]:
+                inside = (*turns, ANY) if _is_loop(inner) else turns
                 out = inner.graph.outputs[position]
                 yield from self._resolve(Moment(inner, out, inside), seen)
         else:
@@ -144,23 +145,25 @@ class Parents:
         if body not in self._outer or moment.operand not in body.graph.inputs:
             return
         outer, index = self._outer[body]
-        node, position = outer.graph.nodes[index], body.graph.inputs.index(moment.operand)
-        if node.name not in LOOPS:
-            skip = 1 if node.name == "cond" else 0
-            yield from self._resolve(Moment(outer, node.ins[position + skip], turns), seen)
+        called, position = body.called, body.graph.inputs.index(moment.operand)
+        if called is None or called.operands is None:
             return
-        is_scan, params = node.name == "scan", node.params
-        first = params["num_consts"] if is_scan else params["body_nconsts"]
-        skip = 0 if is_scan else params["cond_nconsts"]
-        carries = params["num_carry"] if is_scan else len(node.outs)
+        operand = outer.graph.nodes[index].ins[called.operands[position]]
+        if not called.is_loop:
+            yield from self._resolve(Moment(outer, operand, turns), seen)
+            return
         turn = turns[-1]
-        is_carried = first <= position < first + carries
+        is_carried = position in called.carried
         if is_carried and turn > 0:
-            before = Moment(body, body.graph.outputs[position - first], (*turns[:-1], turn - 1))
+            result = body.graph.outputs[called.carried.index(position)]
+            before = Moment(body, result, (*turns[:-1], turn - 1))
             yield from self._resolve(before, seen)
         if not is_carried or turn <= 0 or turn == ANY:
-            operand = node.ins[position + skip]
             yield from self._resolve(Moment(outer, operand, turns[:-1]), seen)
+
+
+def _is_loop(body: Body) -> bool:
+    return body.called is not None and body.called.is_loop
 
 
 def _kind(aval: Any) -> Any:

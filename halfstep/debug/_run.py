@@ -1,18 +1,28 @@
 """Run a program and hand out what is recorded of it beside what it returns."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from halfstep._autocast._graph import Constant, Node
-from halfstep._autocast._run import bind_params
-from halfstep.debug._body import DERIVATIVES, REMATS, Body
+from halfstep._program.control_flow import bind_again
+from halfstep._program.structures import (
+    Cond,
+    CustomJvp,
+    CustomVjp,
+    Jit,
+    Remat,
+    Scan,
+    ShardMap,
+    While,
+)
+from halfstep.debug._body import Body
 from halfstep.debug._layout import Layout
 from halfstep.debug._stats import Column, after_turn, as_rows, combined, empty, numbers
 
@@ -79,18 +89,11 @@ def run(
                 blocks += [as_rows(own, layout.loops), rows]
                 own = []
             else:
-                results = bind_as_traced(node, operands)
+                results = bind_again(node.primitive, node.params, operands)
             env.update(zip(node.outs, results, strict=True))
             record(node.outs)
     rows = jnp.concatenate([*blocks, as_rows(own, layout.loops)])
     return [read(operand) for operand in graph.outputs], rows
-
-
-def bind_as_traced(node: Node, operands: Sequence[Any]) -> Iterable[Any]:
-    """Run an operation as it was traced."""
-    subfuns, params = bind_params(node.primitive, dict(node.params))
-    results = node.primitive.bind(*subfuns, *operands, **params)
-    return results if node.primitive.multiple_results else [results]
 
 
 def _turn_column(body: Body) -> int:
@@ -99,26 +102,15 @@ def _turn_column(body: Body) -> int:
 
 
 def _scan(call: _Call) -> Results:
-    (body,), params = call.bodies, call.node.params
-    first, carries = params["num_consts"], params["num_carry"]
-    consts, init = call.operands[:first], call.operands[first : first + carries]
-    xs = call.operands[first + carries :]
+    (body,), loop = call.bodies, call.node.structured(Scan)
+    consts, init, xs = loop.split(call.operands)
 
-    def turn(carry: Any, x: Any) -> Any:
+    def iteration(carry: Any, x: Any) -> Any:
         results, rows = call.run(body, [*consts, *carry, *x])
-        return tuple(results[:carries]), (tuple(results[carries:]), rows)
+        return tuple(results[: loop.carries]), (tuple(results[loop.carries :]), rows)
 
-    options = {name: params[name] for name in ("_split_transpose",) if name in params}
-    carry, (ys, rows) = jax.lax.scan(
-        turn,
-        tuple(init),
-        tuple(xs),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        **options,
-    )
-    if params["length"]:
+    carry, (ys, rows) = loop.bind(iteration, tuple(init), tuple(xs))
+    if loop.length:
         rows = combined(rows, _turn_column(body))
     else:
         rows = empty(sum(call.counts()), call.layout.loops)
@@ -126,20 +118,20 @@ def _scan(call: _Call) -> Results:
 
 
 def _while(call: _Call) -> Results:
-    (body,), params = call.bodies, call.node.params
-    tests, consts = params["cond_nconsts"], params["body_nconsts"]
-    of_test, of_body = call.operands[:tests], call.operands[tests : tests + consts]
-    test = core.jaxpr_as_fun(params["cond_jaxpr"])
+    (body,), loop = call.bodies, call.node.structured(While)
+    of_test, of_body, init = loop.split(call.operands)
+    test = jaxpr_as_fun(loop.test)
     start = empty(sum(call.counts()), call.layout.loops)
 
-    def turn(state: Any) -> Any:
+    def iteration(state: Any) -> Any:
         number, before, carry = state
         results, rows = call.run(body, [*of_body, *carry])
         rows = after_turn(before, rows, number, _turn_column(body))
         return number + 1, rows, tuple(results)
 
-    state = (jnp.int32(0), start, tuple(call.operands[tests + consts :]))
-    _, rows, results = jax.lax.while_loop(lambda state: test(*of_test, *state[2])[0], turn, state)
+    _, rows, results = loop.bind(
+        lambda state: test(*of_test, *state[2])[0], iteration, (jnp.int32(0), start, tuple(init))
+    )
     return list(results), rows
 
 
@@ -156,7 +148,8 @@ def _cond(call: _Call) -> Results:
         return inside
 
     branches = [branch(number) for number in range(len(counts))]
-    results, rows = jax.lax.switch(call.operands[0], branches, *call.operands[1:])
+    index, *values = call.operands
+    results, rows = call.node.structured(Cond).bind(index, branches, *values)
     return list(results), rows
 
 
@@ -169,9 +162,9 @@ def _remat(call: _Call) -> Results:
 
     # The equation is kept as it is: of one that is differentiated already, XLA must not find out
     # that it computes the same as the forward pass.
-    made = jax.make_jaxpr(inside)(*call.operands)
-    params = {**call.node.params, "jaxpr": made.jaxpr}
-    *results, rows = call.node.primitive.bind(*call.operands, **params)
+    *results, rows = call.node.structured(Remat).bind_as_traced(
+        call.node.primitive, inside, call.operands
+    )
     return results, rows
 
 
@@ -187,45 +180,30 @@ def _jit(call: _Call) -> Results:
         results, rows = call.run(body, values)
         return tuple(results), rows
 
-    func = jax.jit(
-        inside,
-        in_shardings=call.node.shardings("in_shardings"),
-        out_shardings=(call.node.shardings("out_shardings"), None),
-    )
-    results, rows = func(*call.operands)
+    results, rows = call.node.structured(Jit).bind(inside, *call.operands, more=(None,))
     return list(results), rows
 
 
 def _shard_map(call: _Call) -> Results:
-    (body,), params = call.bodies, call.node.params
-    manual = call.node.manual_axes
-    axes = tuple(name for name in params["mesh"].axis_names if name in manual)
+    (body,), mapped = call.bodies, call.node.structured(ShardMap)
 
     def inside(*values: Any) -> Any:
         results, rows = call.run(body, values)
         return tuple(results), rows[None]
 
-    func = jax.shard_map(
-        inside,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)),
-        check_vma=params["check_vma"],
-        axis_names=manual,
-    )
-    results, rows = func(*call.operands)
+    out_specs = (mapped.out_specs, PartitionSpec(mapped.axes))
+    results, rows = mapped.bind(inside, *call.operands, out_specs=out_specs)
     return list(results), combined(rows, Column.SHARD)
 
 
 _RUNNERS = MappingProxyType(
     {
-        **dict.fromkeys(REMATS, _remat),
-        **dict.fromkeys(DERIVATIVES, _call),
-        "scan": _scan,
-        "while": _while,
-        "cond": _cond,
-        "jit": _jit,
-        "pjit": _jit,
-        "shard_map": _shard_map,
+        **dict.fromkeys(Remat.names, _remat),
+        **dict.fromkeys((*CustomJvp.names, *CustomVjp.names), _call),
+        **dict.fromkeys(Scan.names, _scan),
+        **dict.fromkeys(While.names, _while),
+        **dict.fromkeys(Cond.names, _cond),
+        **dict.fromkeys(Jit.names, _jit),
+        **dict.fromkeys(ShardMap.names, _shard_map),
     }
 )

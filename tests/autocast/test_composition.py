@@ -286,7 +286,7 @@ def with_gradient(func: Block, outer: str, inner: str) -> Callable[..., tuple[An
 
 def fast(func: Callable) -> Any:
     # Optimizations are most of the compile time and change nothing here.
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    options = {"xla_backend_optimization_level": 0}
     return jax.jit(func, compiler_options=options)
 
 

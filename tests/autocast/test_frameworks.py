@@ -78,7 +78,7 @@ def gradient_of(loss: Any) -> Any:
 
 def fast(func: Any) -> Any:
     # Optimizations are most of the compile time and change nothing here.
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    options = {"xla_backend_optimization_level": 0}
     filter_jit: Any = eqx.filter_jit  # Its annotations do not know jit's own options.
     return filter_jit(func, compiler_options=options)
 

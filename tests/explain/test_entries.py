@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from halfstep._jaxprs import equations
+from halfstep._program.control_flow import equations
 from tests.explain._functions import F32, W, X, shape
 
 SMALL = shape(8, 8)

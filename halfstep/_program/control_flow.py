@@ -1,0 +1,253 @@
+"""The one table of how the installed JAX spells its structured primitives.
+
+JAX describes each by parameters of its own and renames them between releases: `scan` counted its
+operands in `num_consts` and `num_carry` up to JAX 0.10, and describes them by the flat trees
+`ft_in` and `ft_out` since JAX 0.11. `autocast`, `explain`, `debug` and `preflight` ask this table
+and never look at those parameters themselves, so that a rename is one edit here.
+`tests/program/test_control_flow.py` walks every row against the installed JAX.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import jax
+from jax.extend import core
+
+from halfstep._jaxprs import closed, jaxprs_in
+from halfstep._program.structures import (
+    Cond,
+    CustomJvp,
+    CustomVjp,
+    Jit,
+    LinearSolve,
+    Opaque,
+    Remat,
+    Scan,
+    ShardMap,
+    Structure,
+    While,
+)
+from halfstep._versions import known_to_work
+
+_T = TypeVar("_T")
+
+
+class JaxVersionError(NotImplementedError):
+    """The installed JAX describes a primitive in a way that this halfstep does not know."""
+
+
+class _Parameters:
+    """The parameters of one operation; a missing one is said with the versions that have it."""
+
+    def __init__(self, primitive: str, params: Mapping[str, Any]) -> None:
+        self.primitive, self.params = primitive, params
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.params
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.params:
+            raise self.error(name, "is missing")
+        return self.params[name]
+
+    def read(self, name: str, how: Callable[[Any], _T]) -> _T:
+        """What a parameter says, if it is of the form that is known."""
+        value = self[name]
+        try:
+            return how(value)
+        except (AttributeError, TypeError, ValueError) as cause:
+            raise self.error(name, f"is a {type(value).__name__} of another form") from cause
+
+    def error(self, name: str, problem: str) -> JaxVersionError:
+        return JaxVersionError(
+            f"JAX {jax.__version__} describes `{self.primitive}` in a way that this version of "
+            f"halfstep does not know: the parameter `{name}` {problem} (it has "
+            f"{', '.join(f'`{found}`' for found in sorted(self.params)) or 'none'}). Known to "
+            f"work: {known_to_work()}. Install one of those, or a newer halfstep."
+        )
+
+
+def _scan(params: _Parameters) -> Scan:
+    if "num_consts" in params:
+        consts, carries = params["num_consts"], params["num_carry"]
+    else:
+        # Since JAX 0.11 one flat tree of all operands, in three parts.
+        consts, carries, _ = params.read("ft_in", lambda found: tuple(map(len, found.unpack())))
+    options = {"unroll": params["unroll"]}
+    if "_split_transpose" in params:
+        options["_split_transpose"] = params["_split_transpose"]
+    body = params.read("jaxpr", closed)
+    return Scan(body, consts, carries, params["length"], params["reverse"], options)
+
+
+def _while(params: _Parameters) -> While:
+    return While(
+        params.read("cond_jaxpr", closed),
+        params.read("body_jaxpr", closed),
+        params["cond_nconsts"],
+        params["body_nconsts"],
+    )
+
+
+def _cond(params: _Parameters) -> Cond:
+    return Cond(params.read("branches", lambda found: tuple(map(closed, found))))
+
+
+def _jit(params: _Parameters) -> Jit:
+    name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    in_shardings, out_shardings = (
+        params.read(name, lambda found: tuple(map(_sharding, found))) if name in params else ()
+        for name in ("in_shardings", "out_shardings")
+    )
+    return Jit(params.read(name, closed), params.primitive, in_shardings, out_shardings)
+
+
+def _sharding(found: Any) -> Any:
+    # JAX's word for "not said" is private, and `jax.jit` takes `None` for it.
+    return None if type(found).__name__ == "UnspecifiedValue" else found
+
+
+def _remat(params: _Parameters) -> Remat:
+    function, held = params.read("jaxpr", closed), params["jaxpr"]
+
+    def bind_as_traced(
+        primitive: Any, func: Callable[..., Any], values: Sequence[Any]
+    ) -> list[Any]:
+        made = jax.make_jaxpr(func)(*values)
+        # Up to JAX 0.10 the equation holds an open function, since then one with its constants.
+        kept = made if isinstance(held, type(made)) else made.jaxpr
+        return bind_again(primitive, {**params.params, "jaxpr": kept}, values)
+
+    return Remat(
+        function, params.primitive, params["prevent_cse"], params["policy"], bind_as_traced
+    )
+
+
+def _shard_map(params: _Parameters) -> ShardMap:
+    return ShardMap(
+        params.read("jaxpr", closed),
+        params.primitive,
+        params["mesh"],
+        params.read("in_specs", tuple),
+        params.read("out_specs", tuple),
+        params["check_vma"],
+        params.read("newly_manual_axes", frozenset),
+    )
+
+
+def _custom_jvp(params: _Parameters) -> CustomJvp:
+    function, consts = params.read("call_jaxpr", closed), params["num_consts"]
+    trace = params["jvp_jaxpr_fun"]
+
+    def rule(zeros: Sequence[bool]) -> tuple[core.ClosedJaxpr, Sequence[bool]]:
+        jaxpr, captured, out_zeros = trace.call_wrapped(*zeros[consts:])
+        return core.ClosedJaxpr(jaxpr, captured), out_zeros
+
+    return CustomJvp(function, params.primitive, consts, params["symbolic_zeros"], rule)
+
+
+def _custom_vjp(params: _Parameters) -> CustomVjp:
+    function, consts = params.read("call_jaxpr", closed), params["num_consts"]
+    trace, trees, backward = params["fwd_jaxpr_thunk"], params["out_trees"], params["bwd"]
+
+    def forward(differentiated: Sequence[bool]) -> core.ClosedJaxpr:
+        return core.ClosedJaxpr(*trace.call_wrapped(*differentiated[consts:]))
+
+    def forwarded() -> Sequence[int | None]:
+        _, _, found = trees()
+        return found
+
+    def cotangents(*given: Any) -> Sequence[Any]:
+        made = backward.call_wrapped(*given)
+        if not isinstance(made, tuple):
+            return made
+        # Since JAX 0.11 beside them what a rule of `defvjp_with_logs` writes down.
+        found, logs = made
+        if logs is not None:
+            raise NotImplementedError(
+                f"a backward rule logs {sorted(logs)}, which `autocast` cannot hand on. Define it "
+                "with `defvjp` instead of `defvjp_with_logs`, or keep the function out of "
+                "`autocast`."
+            )
+        return found
+
+    return CustomVjp(
+        function,
+        params.primitive,
+        consts,
+        params["symbolic_zeros"],
+        forward,
+        forwarded,
+        cotangents,
+    )
+
+
+def _linear_solve(params: _Parameters) -> LinearSolve:
+    functions = params.read("jaxprs", lambda found: found._asdict().items())
+    return LinearSolve(
+        tuple((name, closed(function)) for name, function in functions if function is not None)
+    )
+
+
+def _opaque(params: _Parameters) -> Opaque:
+    if params.primitive != "call_hi_primitive":
+        return Opaque(params.primitive, tuple(jaxprs_in(params.params)))
+    # One primitive for all operations that are written as classes (`jax.experimental.hijax`).
+    operation = params["_prim"]
+    avals = params.read("_prim", lambda found: found.in_avals)
+    function = jax.make_jaxpr(operation.expand)(*avals)
+    return Opaque(type(operation).__name__, (function,))
+
+
+_ROWS: tuple[tuple[type[Structure], Callable[[_Parameters], Structure]], ...] = (
+    (Scan, _scan),
+    (While, _while),
+    (Cond, _cond),
+    (Jit, _jit),
+    (Remat, _remat),
+    (ShardMap, _shard_map),
+    (CustomJvp, _custom_jvp),
+    (CustomVjp, _custom_vjp),
+    (LinearSolve, _linear_solve),
+    (Opaque, _opaque),
+)
+TABLE = MappingProxyType({name: read for kind, read in _ROWS for name in kind.names})
+"""The reader of every structured primitive, by name."""
+
+
+def structure_of(name: str, params: Mapping[str, Any]) -> Structure | None:
+    """What a primitive's parameters say; `None` for one that is not structured.
+
+    Args:
+        name: The name of the primitive.
+        params: The parameters of one equation.
+
+    Raises:
+        JaxVersionError: The installed JAX spells them in an unknown way.
+    """
+    read = TABLE.get(name)
+    return None if read is None else read(_Parameters(name, params))
+
+
+def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+    """All equations of a traced function and of every function inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in functions_in(equation.primitive.name, equation.params):
+            yield from equations(inner.jaxpr)
+
+
+def functions_in(name: str, params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
+    """All functions that an operation holds, also one that is not in the table."""
+    found = structure_of(name, params)
+    if found is None:
+        yield from jaxprs_in(params)
+    else:
+        yield from (inner.function for inner in found.inner())
+
+
+def bind_again(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """Run a primitive on operands, with parameters as an equation has them."""
+    results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
+    return list(results) if primitive.multiple_results else [results]

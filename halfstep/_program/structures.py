@@ -1,0 +1,316 @@
+"""Structured primitives in halfstep's own words: the functions inside, and how they are called.
+
+A structured primitive holds functions: loops, branches, calls, custom derivatives, kernels.
+Nothing in this file depends on how JAX spells their parameters; `control_flow.py` reads those and
+makes these objects.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+from jax.extend import core
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inner:
+    """A function inside an operation, and what its inputs are outside."""
+
+    function: core.ClosedJaxpr
+    label: str
+    """The words for it in reports: `scan x12`, `branch 1`, `jit`."""
+    operands: tuple[int, ...] | None
+    """The operand of the operation that each input is, for a carry in the first iteration; `None`
+    where JAX does not say."""
+    carried: range = range(0)
+    """Inputs that are results of the iteration before: number `i` of these is result `i`."""
+    sliced: range = range(0)
+    """Inputs of which every iteration is given another slice."""
+    times: int = 1
+    """How often one run of the operation calls the function, as far as the program says."""
+    is_loop: bool = False
+    is_test: bool = False
+    """Whether it only decides whether a loop goes on."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """A structured primitive as the installed JAX has traced it."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """The names of the primitive, in any supported JAX."""
+
+    def inner(self) -> tuple[Inner, ...]:
+        """The functions inside, in the order in which they are written."""
+        raise NotImplementedError
+
+
+# Loops and branches.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scan(Structure):
+    """`jax.lax.scan`, and `fori_loop` with a known number of iterations."""
+
+    names: ClassVar = ("scan",)
+    body: core.ClosedJaxpr
+    consts: int
+    """How many operands every iteration sees whole; they come first."""
+    carries: int
+    """How many are carried from one iteration to the next; the rest is sliced."""
+    length: int
+    reverse: bool
+    options: Mapping[str, Any]
+
+    def inner(self) -> tuple[Inner, ...]:
+        """The body."""
+        count, first = len(self.body.jaxpr.invars), self.consts + self.carries
+        return (
+            Inner(
+                self.body,
+                f"scan x{self.length}",
+                tuple(range(count)),
+                range(self.consts, first),
+                range(first, count),
+                self.length,
+                is_loop=True,
+            ),
+        )
+
+    def split(self, values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
+        """Operands as constants, carries and what is sliced."""
+        first, second = self.consts, self.consts + self.carries
+        return values[:first], values[first:second], values[second:]
+
+    def bind(self, body: Callable[..., Any], init: Any, xs: Any) -> Any:
+        """Run another body in the same loop."""
+        return jax.lax.scan(
+            body, init, xs, length=self.length, reverse=self.reverse, **self.options
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class While(Structure):
+    """`jax.lax.while_loop`, and `fori_loop` without a known number of iterations."""
+
+    names: ClassVar = ("while",)
+    test: core.ClosedJaxpr
+    body: core.ClosedJaxpr
+    test_consts: int
+    """How many operands only the test sees; they come first."""
+    body_consts: int
+    """How many only the body sees; the carries follow."""
+
+    def inner(self) -> tuple[Inner, ...]:
+        """The test and the body."""
+        tests, first = self.test_consts, self.test_consts + self.body_consts
+        carries = range(first, first + len(self.body.jaxpr.outvars))
+        return (
+            Inner(
+                self.test,
+                "while, test",
+                (*range(tests), *carries),
+                range(tests, tests + len(carries)),
+                is_loop=True,
+                is_test=True,
+            ),
+            Inner(
+                self.body,
+                "while",
+                (*range(tests, first), *carries),
+                range(self.body_consts, self.body_consts + len(carries)),
+                is_loop=True,
+            ),
+        )
+
+    def split(self, values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
+        """Operands as the constants of the test, those of the body, and carries."""
+        first, second = self.test_consts, self.test_consts + self.body_consts
+        return values[:first], values[first:second], values[second:]
+
+    def bind(self, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
+        """Run another test and another body in the same loop."""
+        return jax.lax.while_loop(test, body, init)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cond(Structure):
+    """`jax.lax.cond`, `switch` and `platform_dependent`."""
+
+    names: ClassVar = ("cond",)
+    branches: tuple[core.ClosedJaxpr, ...]
+
+    def inner(self) -> tuple[Inner, ...]:
+        """The branches; the first operand says which one runs."""
+        return tuple(
+            Inner(branch, f"branch {number}", tuple(range(1, 1 + len(branch.jaxpr.invars))))
+            for number, branch in enumerate(self.branches)
+        )
+
+    def bind(self, index: Any, branches: Sequence[Callable[..., Any]], *values: Any) -> Any:
+        """Run other branches by the same choice."""
+        return jax.lax.switch(index, branches, *values)
+
+
+# Calls.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call(Structure):
+    """One function that is called once with all operands."""
+
+    function: core.ClosedJaxpr
+    name: str
+
+    def inner(self) -> tuple[Inner, ...]:
+        """The function that is called."""
+        return (Inner(self.function, self.name, tuple(range(len(self.function.jaxpr.invars)))),)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Jit(_Call):
+    """`jax.jit` and the calls that JAX makes of it."""
+
+    names: ClassVar = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
+    in_shardings: tuple[Any, ...]
+    """As `jax.jit` takes them; `None` for an operand of which the call says nothing."""
+    out_shardings: tuple[Any, ...]
+
+    @property
+    def is_only_a_call(self) -> bool:
+        """Whether the call says nothing about where its values lie."""
+        return all(found is None for found in (*self.in_shardings, *self.out_shardings))
+
+    def bind(self, func: Callable[..., Any], *values: Any, more: tuple[Any, ...] = ()) -> Any:
+        """Call another function on values that lie in the same places.
+
+        Args:
+            func: Returns what the call returns.
+            *values: The operands.
+            more: Shardings of what it returns beside that; it then returns a tuple of both.
+        """
+        outs: Any = self.out_shardings
+        return jax.jit(
+            func, in_shardings=self.in_shardings, out_shardings=(outs, *more) if more else outs
+        )(*values)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Remat(_Call):
+    """`jax.checkpoint`."""
+
+    names: ClassVar = ("checkpoint", "remat", "remat2")
+    prevent_cse: Any
+    policy: Any
+
+    bind_as_traced: Callable[[Any, Callable[..., Any], Sequence[Any]], list[Any]]
+    """Runs another function in the same equation, given the primitive, the function and operands.
+
+    For an equation that is differentiated already: `jax.checkpoint` would make a new one, and XLA
+    would find out that it computes the same as the forward pass.
+    """
+
+    def checkpoint(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Another function, recomputed in the same way."""
+        return jax.checkpoint(func, prevent_cse=self.prevent_cse, policy=self.policy)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardMap(_Call):
+    """`jax.shard_map`."""
+
+    names: ClassVar = ("shard_map",)
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    check_vma: bool
+    manual_axes: frozenset[str]
+    """The axes of the mesh that it maps over."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The same in the order of the mesh."""
+        return tuple(name for name in self.mesh.axis_names if name in self.manual_axes)
+
+    def bind(
+        self, func: Callable[..., Any], *values: Any, in_specs: Any = None, out_specs: Any = None
+    ) -> Any:
+        """Map another function over the same axes of the same mesh."""
+        return jax.shard_map(
+            func,
+            mesh=self.mesh,
+            in_specs=self.in_specs if in_specs is None else in_specs,
+            out_specs=self.out_specs if out_specs is None else out_specs,
+            check_vma=self.check_vma,
+            axis_names=self.manual_axes,
+        )(*values)
+
+
+# Derivatives of their own.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomJvp(_Call):
+    """A function with `jax.custom_jvp`."""
+
+    names: ClassVar = ("custom_jvp_call",)
+    consts: int
+    """How many operands the function closes over; its rule is not told about them."""
+    symbolic_zeros: bool
+    rule: Callable[[Sequence[bool]], tuple[core.ClosedJaxpr, Sequence[bool]]]
+    """Traces the rule, given which tangents are zero: results and tangents, and which of those
+    are zero and left out."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomVjp(_Call):
+    """A function with `jax.custom_vjp`."""
+
+    names: ClassVar = ("custom_vjp_call",)
+    consts: int
+    """How many operands the function closes over; its rules are not told about them."""
+    symbolic_zeros: bool
+    forward: Callable[[Sequence[bool]], core.ClosedJaxpr]
+    """Traces the forward rule, given which operands are differentiated: residuals and results."""
+    forwarded: Callable[[], Sequence[int | None]]
+    """Of each residual the operand that it is, or `None` for one that the forward rule makes. Known
+    once the forward rule has been traced."""
+    backward: Callable[..., Sequence[Any]]
+    """The backward rule on residuals and cotangents."""
+
+
+# What JAX has opaque rules for, and leaves its inside alone.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearSolve(Structure):
+    """`jax.lax.custom_linear_solve`."""
+
+    names: ClassVar = ("custom_linear_solve",)
+    functions: tuple[tuple[str, core.ClosedJaxpr], ...]
+
+    def inner(self) -> tuple[Inner, ...]:
+        """Matrix-vector products and solvers, as far as they are given."""
+        return tuple(
+            Inner(function, f"linear_solve, {name}", None) for name, function in self.functions
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Opaque(Structure):
+    """A kernel, or a call whose rules are its own: it runs as it is written."""
+
+    names: ClassVar = (
+        *("pallas_call", "core_map", "run_state"),
+        *("custom_vmap_call", "custom_partitioning", "composite", "linear_call"),
+        *("call_hi_primitive", "xla_metadata_call"),
+    )
+    label: str
+    functions: tuple[core.ClosedJaxpr, ...]
+
+    def inner(self) -> tuple[Inner, ...]:
+        """What runs in it."""
+        return tuple(Inner(function, self.label, None) for function in self.functions)
