@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from halfstep._tables import aligned
+from halfstep._versions import TESTED_JAX, TESTED_PYTHON
 from halfstep.cli._arguments import add_command
 from halfstep.cli._facts import Facts, gather, version_of
 from halfstep.cli._output import add_json, answer, kept_apart
@@ -16,9 +17,9 @@ from halfstep.cli._pitfalls import Pitfall, pitfalls
 from halfstep.cli._requires import expanded
 
 _DESCRIPTION = """\
-Say what is installed, what each extra of halfstep would add and how to get it,
-and which known pitfalls of JAX there are on this machine, each with its cause
-and its cure.
+Say what is installed, which versions halfstep was tested with, what each extra
+of halfstep would add and how to get it, and which known pitfalls of JAX there
+are on this machine, each with its cause and its cure.
 
 No device is touched, so that nothing is taken from a run that uses it. With
 --devices JAX is started, and what it finds is listed.
@@ -41,6 +42,8 @@ ENABLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What extras are for, which metadata does not say."""
+
+_TESTED = tuple(zip(TESTED_JAX, TESTED_PYTHON, strict=True))
 
 
 def add(commands: Any) -> None:
@@ -81,6 +84,7 @@ def report(facts: Facts, found: Sequence[Pitfall], devices: Sequence[str] | None
     rows = [
         ["halfstep", facts.halfstep],
         ["Python", facts.python],
+        ["tested with", f"JAX {', '.join(f'{jax} (Python {on})' for jax, on in _TESTED)}"],
         ["machine", facts.machine],
         ["accelerators", ", ".join(facts.accelerators) or "none seen"],
         ["devices", listed],
@@ -108,6 +112,7 @@ def _made(facts: Facts, found: Sequence[Pitfall], devices: Sequence[str] | None)
     return {
         "halfstep": facts.halfstep,
         "python": facts.python,
+        "tested": [{"jax": jax, "python": python} for jax, python in _TESTED],
         "machine": facts.machine,
         "accelerators": list(facts.accelerators),
         "native16": facts.native16 if facts.native16 is None else list(facts.native16),

@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+from halfstep._versions import TESTED_JAX, TESTED_PYTHON, known_to_work
 from halfstep.cli._facts import Facts, version_of
 from halfstep.cli._requires import release
-
-TESTED_JAX = "0.10.2"
-"""The newest JAX that the tests have run on."""
 
 _COMPILE_SLOWLY = "--xla_backend_optimization_level=0"
 
@@ -35,7 +33,7 @@ def pitfalls(facts: Facts) -> tuple[Pitfall, ...]:
     """All that are found, what is wrong first."""
     found = [
         one
-        for part in (_packages, _plugins, _platforms, _settings, _flags, _cpu, _memory)
+        for part in (_packages, _tested, _plugins, _platforms, _settings, _flags, _cpu, _memory)
         for one in part(facts)
     ]
     return tuple(sorted(found, key=lambda one: one.level != "wrong"))
@@ -58,13 +56,36 @@ def _packages(facts: Facts) -> Iterator[Pitfall]:
                 "Names that halfstep uses may be missing, or mean something else.",
                 f'pip install --upgrade "{one}"',
             )
+
+
+def _tested(facts: Facts) -> Iterator[Pitfall]:
+    """Versions that halfstep allows and that its tests have not run on."""
     jax = version_of(facts, "jax")
-    if jax is not None and release(jax) > release(TESTED_JAX):
+    oldest, newest = TESTED_JAX[0], TESTED_JAX[-1]
+    required = [one for one in facts.needed if one.name == "jax"]
+    if jax is not None and release(jax) > release(newest):
         yield Pitfall(
             "note",
-            f"JAX {jax} is newer than {TESTED_JAX}, the newest that was tested",
-            "It probably works. Reports may miss lines of source code.",
-            f'pip install "jax<={TESTED_JAX}" if something does not',
+            f"JAX {jax} is newer than {newest}, the newest tested version",
+            f"halfstep is tested with {known_to_work()}. A newer JAX may have renamed what "
+            "autocast, explain and debug read.",
+            f'pip install "jax<={newest}" if something fails',
+        )
+    # A version that is not even allowed is reported as wrong, by `_packages`.
+    allowed = jax is not None and all(one.allows(jax) for one in required)
+    if jax is not None and allowed and release(jax) < release(oldest):
+        yield Pitfall(
+            "note",
+            f"JAX {jax} is older than {oldest}, the oldest tested version",
+            f"halfstep is tested with {known_to_work()}.",
+            f'pip install --upgrade "jax>={oldest}"',
+        )
+    if release(facts.python)[:2] > release(TESTED_PYTHON[-1]):
+        yield Pitfall(
+            "note",
+            f"Python {facts.python} is newer than {TESTED_PYTHON[-1]}, the newest tested version",
+            f"halfstep is tested with Python {TESTED_PYTHON[0]} to {TESTED_PYTHON[-1]}.",
+            f"use Python {TESTED_PYTHON[-1]} if something fails",
         )
 
 

@@ -7,16 +7,16 @@ from halfstep.cli._requires import Requirement
 
 HALFSTEP = (
     "equinox>=0.13.2",
-    "jax>=0.8.0",
+    "jax>=0.10",
     "tqdm>=4.66; extra == 'live'",
     "rich>=13.9; extra == 'live'",
     "matplotlib>=3.9; extra == 'plot'",
     "jax[tpu]; extra == 'tpu-preflight'",
 )
 JAX = (
-    "jaxlib<=0.10.2,>=0.10.1",
-    "libtpu==0.0.42.*; extra == 'tpu'",
-    "jax-cuda12-plugin<=0.10.2,>=0.10.2; extra == 'cuda12-local'",
+    "jaxlib<=0.12.0.1,>=0.11.2",
+    "libtpu==0.0.50.*; extra == 'tpu'",
+    "jax-cuda12-plugin<=0.12.0.1,>=0.12.0.1; extra == 'cuda12-local'",
 )
 
 
@@ -26,7 +26,7 @@ def _parsed(lines: tuple[str, ...]) -> tuple[Requirement, ...]:
 
 def machine(**changes: Any) -> Facts:
     """One that is in order, but for what is given; `versions` and `config` are added to."""
-    versions = {"equinox": "0.13.8", "jax": "0.10.2", "jaxlib": "0.10.2", "tqdm": "4.67.1"}
+    versions = {"equinox": "0.13.8", "jax": "0.12.0.1", "jaxlib": "0.12.0.1", "tqdm": "4.67.1"}
     config = {
         "jax_enable_x64": False,
         "jax_numpy_dtype_promotion": "standard",
@@ -38,7 +38,7 @@ def machine(**changes: Any) -> Facts:
     }
     given: dict[str, Any] = {
         "halfstep": "0.1.0",
-        "python": "3.11.7",
+        "python": "3.13.0",
         "machine": "Linux x86_64, 8 cores",
         "requires": {"halfstep": _parsed(HALFSTEP), "jax": _parsed(JAX)},
         "variables": {},

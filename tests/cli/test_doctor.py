@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
+from halfstep._versions import TESTED_JAX, TESTED_PYTHON, known_to_work
 from halfstep.cli import _doctor, _facts, main
-from halfstep.cli._pitfalls import TESTED_JAX, pitfalls
+from halfstep.cli._pitfalls import pitfalls
 from halfstep.cli._requires import Requirement, expanded
 from tests.cli._machines import machine
 
@@ -22,27 +23,37 @@ WITH = {name: {"accelerators": (name,)} for name in ("cuda", "tpu")}
 # What is changed on a machine in order; the level, and the beginning of what is found.
 FOUND: list[tuple[dict[str, Any], str, str]] = [
     ({"requires": {"halfstep": (), "jax": ()}}, "wrong", "halfstep has no metadata"),
-    ({"versions": {"jax": "0.7.2"}}, "wrong", "jax 0.7.2, and halfstep requires jax>=0.8.0"),
+    ({"versions": {"jax": "0.8.3"}}, "wrong", "jax 0.8.3, and halfstep requires jax>=0.10"),
     ({"versions": {"equinox": "0.9"}}, "wrong", "equinox 0.9, and halfstep requires"),
-    ({"versions": {"jax": "9.0.0"}}, "note", "JAX 9.0.0 is newer than"),
     (
-        {"versions": {"libtpu": "0.0.42.1"}},
+        {"versions": {"jax": "9.0.0"}},
+        "note",
+        f"JAX 9.0.0 is newer than {TESTED_JAX[-1]}, the newest",
+    ),
+    (
+        {"versions": {"jax": "0.10.0"}},
+        "note",
+        f"JAX 0.10.0 is older than {TESTED_JAX[0]}, the oldest",
+    ),
+    ({"python": "3.99.1"}, "note", f"Python 3.99.1 is newer than {TESTED_PYTHON[-1]}, the newest"),
+    (
+        {"versions": {"libtpu": "0.0.50.1"}},
         "note",
         "a plugin for tpu is installed, and no such device is seen",
     ),
     (
-        {"versions": {"libtpu": "0.0.41.3"}, **WITH["tpu"]},
+        {"versions": {"libtpu": "0.0.49.3"}, **WITH["tpu"]},
         "wrong",
-        "libtpu 0.0.41.3, and JAX 0.10.2 requires",
+        "libtpu 0.0.49.3, and JAX 0.12.0.1 requires",
     ),
     (
-        {"versions": {"jax-cuda12-plugin": "0.10.1"}, **WITH["cuda"]},
+        {"versions": {"jax-cuda12-plugin": "0.12.0"}, **WITH["cuda"]},
         "wrong",
-        "jax-cuda12-plugin 0.10.1, and JAX 0.10.2 requires <=0.10.2,>=0.10.2",
+        "jax-cuda12-plugin 0.12.0, and JAX 0.12.0.1 requires <=0.12.0.1,>=0.12.0.1",
     ),
     (
         {
-            "versions": {"jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.10.2"},
+            "versions": {"jax-cuda12-plugin": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1"},
             **WITH["cuda"],
         },
         "wrong",
@@ -121,6 +132,28 @@ def test_each_pitfall_is_found_alone(changes: dict[str, Any], level: str, found:
     assert not one.cure.endswith(".")
 
 
+PAIRS = list(zip(TESTED_JAX, TESTED_PYTHON, strict=True))
+
+
+@pytest.mark.parametrize(("version", "python"), PAIRS)
+def test_nothing_is_said_about_tested_versions(version: str, python: str):
+    assert pitfalls(machine(versions={"jax": version}, python=f"{python}.7")) == ()
+
+
+def test_tested_versions_are_listed(on: Any, capsys: pytest.CaptureFixture[str]):
+    on(versions={"jax": "9.0.0"})
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("tested with ")]
+    for version, python in PAIRS:
+        assert f"{version} (Python {python})" in line
+    # And the note names the range, as errors do.
+    assert f"tested with {known_to_work()}." in out
+    assert main(["doctor", "--json", "-"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [one["jax"] for one in made["tested"]] == list(TESTED_JAX)
+
+
 def test_what_is_wrong_comes_first():
     found = pitfalls(machine(config={"jax_compilation_cache_dir": None, "jax_disable_jit": True}))
     assert [one.level for one in found] == ["wrong", "note"]
@@ -190,7 +223,7 @@ def test_json(on: Any, capsys: pytest.CaptureFixture[str]):
     made = json.loads(capsys.readouterr().out)
     assert made["healthy"] is False
     assert made["devices"] is None
-    assert made["packages"]["jax"] == "0.10.2"
+    assert made["packages"]["jax"] == "0.12.0.1"
     assert made["extras"]["live"]["missing"] == ["rich"]
     assert [one["found"] for one in made["pitfalls"]] == ["jax_debug_nans is on"]
 
@@ -245,9 +278,26 @@ def test_every_requirement_of_the_project_is_understood():
     assert [str(one) for one in made] == [line.partition(";")[0] for line in lines]
 
 
-def test_the_newest_tested_version_is_the_pinned_one():
-    pins = (ROOT / "requirements" / "test.txt").read_text()
-    assert re.search(rf"^jax=={re.escape(TESTED_JAX)}\b", pins, re.MULTILINE)
+def test_tested_versions_are_the_pinned_ones():
+    pins = [ROOT / "requirements" / f"test{name}.txt" for name in ("-oldest", "-middle", "")]
+    found = [re.findall(r"^jax==(\S+)", path.read_text(), re.MULTILINE) for path in pins]
+    assert found == [[version] for version in TESTED_JAX]
+    compiled = (ROOT / "requirements" / "compile").read_text()
+    pythons = [re.findall(rf"^pin {path.stem} (\S+)", compiled, re.MULTILINE) for path in pins]
+    assert pythons == [[version] for version in TESTED_PYTHON]
+
+
+def test_tested_versions_are_the_supported_ones():
+    project = _project()
+    assert project["requires-python"] == f">={TESTED_PYTHON[0]}"
+    said = [line.rpartition(" :: ")[2] for line in project["classifiers"] if ":: 3." in line]
+    assert said == list(TESTED_PYTHON)
+    (required,) = (one for one in project["dependencies"] if one.startswith("jax>"))
+    jax = Requirement.parse(required)
+    assert jax is not None
+    assert all(jax.allows(version) for version in TESTED_JAX)
+    # No minor release in front of the oldest tested one is allowed.
+    assert required == f"jax>={TESTED_JAX[0].rpartition('.')[0]}"
 
 
 @pytest.mark.parametrize(
