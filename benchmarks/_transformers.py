@@ -5,20 +5,15 @@ of Equinox begin as it likes. Linen's can be given what multiplies (`product`), 
 what changes the whole network (`wrap`), for libraries that ask for one of the two.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
-
-with warnings.catch_warnings():
-    # Haiku imports names that JAX 0.8 warns about.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import haiku as hk
 
 LAYERS, WIDTH, HEADS, TOKENS, VOCABULARY, BATCH = 3, 64, 4, 64, 96, 8
 

@@ -20,12 +20,10 @@ Reduction = Literal["sum", "mean"]
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes over which a value differs between shards, where `shard_map` tracks it.
 
-    JAX 0.8 and 0.9 call the type's attribute `vma`, 0.10 `manual_axis_type.varying`. Without
-    tracking (`check_vma=False`, or outside of `shard_map`) the set is empty.
+    Without tracking (`check_vma=False`, or outside `shard_map`) the set is empty.
     """
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)
-    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+    kind: Any = jax.typeof(x)
+    return kind.manual_axis_type.varying
 
 
 def vary(x: Array, axis_names: Sequence[str]) -> Array:

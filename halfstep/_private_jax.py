@@ -1,6 +1,6 @@
 """The one file that touches what JAX does not promise to keep. Without it, less is known.
 
-Seen to work with JAX 0.8.3 and 0.10.2; `tests/test_private_jax.py` says so.
+`tests/test_private_jax.py` looks at what it relies on, with every JAX that is tested.
 """
 
 import contextlib

@@ -14,7 +14,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import gc
+import pathlib
 import random
+import re
 from collections.abc import Callable, Iterator
 
 import jax
@@ -26,6 +28,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # by itself takes a sixth of the time of all.
 gc.freeze()
 gc.set_threshold(50_000, 10, 20)
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Import only files that have the marker which `-m` asks for.
+
+    Without this `-m wheel` would import every test, also those that need packages, examples and
+    benchmarks that are not installed beside a wheel or not part of the source distribution.
+    """
+    asked = config.option.markexpr
+    names = re.findall(r"(?<!\bnot )\b(?:bits|core|wheel)\b", asked)
+    if not names or re.search(r"\bor\b|\(", asked) or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text() if collection_path.is_file() else ""
+    # `None` leaves the decision to others; `False` would collect what they leave out.
+    return None if all(f"pytest.mark.{name}" in text for name in names) else True
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import pytest
 
 import halfstep
 
+pytestmark = pytest.mark.core
+
 Point = collections.namedtuple("Point", ["x", "y"])
 
 

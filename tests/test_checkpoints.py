@@ -11,6 +11,8 @@ import pytest
 
 from halfstep import DynamicLossScaling, Ledger, NoLossScaling, StaticLossScaling, Verdict
 
+pytestmark = pytest.mark.core
+
 
 def used() -> dict[str, Any]:
     """State in the middle of a run: no field at its initial value."""

@@ -12,6 +12,8 @@ import halfstep
 from halfstep import DynamicLossScaling
 from halfstep._collective import varying_axes
 
+pytestmark = pytest.mark.core
+
 tracked = pytest.mark.parametrize("check_vma", [True, False])
 
 
@@ -203,7 +205,6 @@ def test_a_loss_that_is_already_global_is_not_counted_again(mesh):
 
 
 def test_what_jax_calls_varying(mesh):
-    """Seen to work on JAX 0.8.3 (`vma`) and 0.10.2 (`manual_axis_type`)."""
     seen = []
     run = shard(mesh, lambda x: seen.append(varying_axes(x)) or x, P("data"), P("data"), True)
     run(jnp.ones(4))

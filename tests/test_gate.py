@@ -9,6 +9,8 @@ import pytest
 import halfstep
 from halfstep import Ledger, Verdict
 
+pytestmark = pytest.mark.core
+
 GATES = ("loop", "cond", "select")
 gates = pytest.mark.parametrize("gate", GATES)
 

@@ -11,6 +11,8 @@ import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, Policy
 from tests._jaxprs import contractions, equations
 
+pytestmark = pytest.mark.core
+
 COMPUTE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 policies = pytest.mark.parametrize("policy", COMPUTE)
 

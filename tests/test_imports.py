@@ -11,6 +11,8 @@ import pytest
 
 import halfstep
 
+pytestmark = pytest.mark.core
+
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "halfstep").rglob("*.py"))
 OTHERS = [p for part in ("tests", "benchmarks", "examples") for p in (ROOT / part).rglob("*.py")]

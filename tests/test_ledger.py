@@ -7,6 +7,8 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling, Ledger, SkipLimitError, Verdict
 
+pytestmark = [pytest.mark.core, pytest.mark.wheel]
+
 
 def counts(ledger: Ledger) -> tuple[int, ...]:
     return tuple(int(x) for x in (ledger.applied, ledger.skipped, ledger.consecutive))

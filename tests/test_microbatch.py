@@ -9,6 +9,8 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling
 
+pytestmark = pytest.mark.core
+
 N = 4
 
 

@@ -4,6 +4,10 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.core
+
 CASES = r"""
 import jax, jax.numpy as jnp, halfstep as hs
 from halfstep._gate import gated

@@ -15,6 +15,8 @@ from halfstep import Policy, PrecisionRule
 from halfstep._policy import as_policy
 from halfstep._rules import OUTCOMES, Operation, plain_scope
 
+pytestmark = [pytest.mark.core, pytest.mark.wheel]
+
 NAMES = ("bf16", "f16", "f32", "f64")
 # Built in the test and not here: the run-time type checker draws random numbers of its own.
 policies = st.fixed_dictionaries(

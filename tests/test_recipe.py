@@ -10,6 +10,8 @@ import pytest
 import halfstep
 from halfstep import RECIPES, Factor, Policy, Recipe
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_named_in_a_policy(name: str):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import halfstep
+from halfstep._versions import TESTED_PYTHON, known_to_work
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -77,18 +78,44 @@ def test_deprecated_names_are_listed():
 
 
 def test_workflows():
-    """Every supported Python on a change, and JAX's pre-releases every night."""
-    versions = re.findall(
-        r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
-    assert versions == ["3.11", "3.12", "3.13"]
-    jobs = load(".github/workflows/tests.yml")["jobs"]
-    assert jobs["python"]["strategy"]["matrix"]["python"] == versions[1:]
-    assert jobs["ci"]["steps"][1]["with"]["python-version"] == versions[0]
-    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
-    assert re.search(r"pip install .*--pre jax jaxlib", nightly)
+    """Every supported Python on a change, and JAX's newest and pre-releases every night."""
+    for name, job in (("tests", "ci"), ("release", "release")):
+        steps = load(f".github/workflows/{name}.yml")["jobs"][job]["steps"]
+        assert tuple(steps[1]["with"]["python-version"].split()) == TESTED_PYTHON
+        assert {"run": "bash .ci/run"} in steps
+    nightly = load(".github/workflows/nightly.yml")["jobs"]["jax"]
+    assert [row["options"] for row in nightly["strategy"]["matrix"]["include"]] == ["", "--pre"]
+    assert nightly["steps"][1]["with"]["python-version"] == TESTED_PYTHON[-1]
+    assert "pip install --upgrade ${{ matrix.options }} jax jaxlib" in nightly["steps"][2]["run"]
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         assert "permissions" in load(str(path.relative_to(ROOT))), path
+        # A tag can be moved to other code.
+        for action in re.findall(r"uses: (.*)", path.read_text()):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", action), (path, action)
+
+
+def test_ci_runs_every_tested_python():
+    script = (ROOT / ".ci" / "run").read_text()
+    found = re.findall(r"\$\((?:required|python_of) (3\.\d+)\)", script)
+    assert sorted(found) == list(TESTED_PYTHON)
+
+
+def test_readers_are_told_which_versions_are_tested():
+    pythons = f"Python {TESTED_PYTHON[0]} to {TESTED_PYTHON[-1]}"
+    for path in ("README.md", "docs/support.md"):
+        text = (ROOT / path).read_text()
+        assert f"{pythons} and {known_to_work()}" in text, path
+
+
+# What may depend on the version of JAX: folders whose every test also runs on the oldest.
+ALSO_ON_OLDEST = ("autocast", "conformance", "integrations")
+
+
+@pytest.mark.parametrize("folder", ALSO_ON_OLDEST)
+def test_what_also_runs_on_the_oldest_jax(folder: str):
+    files = sorted((ROOT / "tests" / folder).glob("test_*.py"))
+    assert files
+    assert [path.name for path in files if "pytest.mark.core" not in path.read_text()] == []
 
 
 def test_the_security_policy_names_what_is_read():
@@ -116,7 +143,7 @@ License-Expression: Apache-2.0
 License-File: LICENSE
 Requires-Python: >=3.11
 Requires-Dist: equinox>=0.13
-Requires-Dist: jax>=0.8
+Requires-Dist: jax>=0.10
 Requires-Dist: jaxtyping>=0.3
 Requires-Dist: optax>=0.2
 Requires-Dist: flax>=0.12; extra == 'flax'

@@ -12,6 +12,8 @@ import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, StaticLossScaling, Verdict
 from halfstep._verdict import finite_flags, judge, magnitudes
 
+pytestmark = pytest.mark.core
+
 
 def loss(params, x):
     return jnp.sum(params["a"] * x["a"]) + jnp.sum(params["layers"][1]["w"] * x["w"])

@@ -1,18 +1,13 @@
 """Four small networks in four frameworks, in plain float32, as their frameworks teach it."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
-
-with warnings.catch_warnings():
-    # Haiku imports names that JAX 0.8 warns about.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import haiku as hk
 
 BATCH, LENGTH, WIDTH, HEADS, OUTPUTS, SIDE = 8, 6, 16, 2, 4, 8
 RATE = 0.25

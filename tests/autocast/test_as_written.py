@@ -21,6 +21,8 @@ from tests.autocast._shared import (
     with_and_without_islands,
 )
 
+pytestmark = pytest.mark.core
+
 
 def named(name: str, func: Callable, *args: Any) -> list[Any]:
     jaxpr = jax.make_jaxpr(func)(*args)

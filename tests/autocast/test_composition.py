@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 import halfstep
 from halfstep._autocast._api import autocast
 
+pytestmark = pytest.mark.core
+
 SIZE = 4
 TURNS = 3
 Block = Callable[[Any, Any], Any]
@@ -197,9 +199,6 @@ def has_gradient(outer: str, inner: str) -> bool:
     return a.reverse and b.reverse and (outer != "custom_jvp" or b.forward)
 
 
-JAX_0_8 = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 9)
-
-
 # What training code nests.
 COMMON = ("vmap", "grad", "scan", "remat", "custom_vjp")
 
@@ -213,11 +212,7 @@ def on_every_change(outer: str, inner: str) -> bool:
 
 
 def marks(outer: str, inner: str) -> Any:
-    made = [] if on_every_change(outer, inner) else [pytest.mark.slow]
-    if JAX_0_8 and (outer, inner) == ("custom_jvp", "scan"):
-        reason = "JAX 0.8 cannot transpose a scan in a rule that does not say what is linear"
-        made.append(pytest.mark.xfail(strict=True, reason=reason))
-    return made
+    return [] if on_every_change(outer, inner) else [pytest.mark.slow]
 
 
 PAIRS = [

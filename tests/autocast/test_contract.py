@@ -13,6 +13,8 @@ import pytest
 
 from halfstep._autocast._contract import contract
 
+pytestmark = pytest.mark.core
+
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 # Contracted dimensions, then shared ones; and the shapes of the two factors.
 DIMENSIONS = {

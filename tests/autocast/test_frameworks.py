@@ -16,7 +16,7 @@ from tests._jaxprs import equations
 from tests._rows import slow_unless
 from tests.autocast._frameworks import FRAMEWORKS, SHAPES, Model
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 # On every change each framework with two networks, and each network with a framework.
 PAIRS = [(framework, network) for framework in FRAMEWORKS for network in SHAPES]

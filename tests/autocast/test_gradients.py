@@ -14,6 +14,8 @@ from tests._jaxprs import contractions, equations
 from tests._rows import slow_unless
 from tests.autocast._shared import W, X, compute, every_format
 
+pytestmark = pytest.mark.core
+
 
 def loss(w: Any, x: Any) -> Any:
     return jnp.sum(jnp.tanh(x @ w) ** 2)

@@ -19,7 +19,7 @@ from halfstep._autocast._plan import plan
 from halfstep._autocast._types import Settings
 from tests._jaxprs import contractions, equations
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 BF16 = np.dtype(jnp.bfloat16)
 BATCH, TOKENS, WIDTH = 4, 16, 32
 

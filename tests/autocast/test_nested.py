@@ -21,6 +21,8 @@ from tests.autocast._shared import (
     with_and_without_islands,
 )
 
+pytestmark = pytest.mark.core
+
 
 def traced(func: Callable, *args: Any) -> list[Any]:
     return list(equations(jax.make_jaxpr(func)(*args)))

@@ -12,7 +12,7 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
 
 def gradient(func: Any, policy: str) -> Any:

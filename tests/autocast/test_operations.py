@@ -11,7 +11,7 @@ from jax import lax
 import halfstep
 from tests._rows import slow_unless
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
 # Small whole numbers: exact in both formats, products and sums included.
 W = jnp.asarray(np.arange(36).reshape(6, 6) % 5 - 2, jnp.float32)

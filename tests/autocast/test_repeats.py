@@ -12,6 +12,8 @@ import halfstep
 from halfstep._autocast import _run
 from tests._jaxprs import contractions, equations
 
+pytestmark = pytest.mark.core
+
 LAYERS = 4
 
 

@@ -11,6 +11,8 @@ import halfstep
 from halfstep import optim
 from tests._jaxprs import contractions, equations
 
+pytestmark = pytest.mark.core
+
 KEY = jax.random.key(0)
 
 

@@ -5,11 +5,11 @@ network, how halfstep steps it, and how the framework steps it by itself.
 """
 
 import abc
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -18,11 +18,6 @@ from flax import linen, nnx
 
 import halfstep
 from halfstep.integrations import nnx as mixed
-
-with warnings.catch_warnings():
-    # Haiku imports names that JAX 0.8 warns about.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import haiku as hk
 
 FEATURES, HIDDEN, OUTPUTS, BATCH = 8, 16, 4, 32
 RATE = 0.5

@@ -14,6 +14,8 @@ from halfstep._preflight._lowering import lower
 from tests.conformance._leaves import ROWS
 from tests.preflight._compilers import need
 
+pytestmark = pytest.mark.core
+
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
 

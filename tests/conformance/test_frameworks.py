@@ -30,7 +30,7 @@ from tests.conformance._frameworks import (
     Train,
 )
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
 
 def jit(func: Callable, **options: Any) -> Any:

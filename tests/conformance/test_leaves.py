@@ -14,6 +14,8 @@ import halfstep
 from halfstep._gate import Gate
 from tests.conformance._leaves import ROWS
 
+pytestmark = pytest.mark.core
+
 SCALINGS = {
     "dynamic": lambda: halfstep.DynamicLossScaling(2.0**4),
     "static": lambda: halfstep.StaticLossScaling(2.0**4),

@@ -19,7 +19,7 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
 EPS = halfstep.FORMATS["f16"].eps
 CLASSES = 128_256

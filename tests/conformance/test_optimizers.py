@@ -17,6 +17,8 @@ from tests._rows import slow_unless
 from tests.conformance._optimizers import NAMES, row
 from tests.optim._values import by_updates, values
 
+pytestmark = pytest.mark.core
+
 SHAPE = (128, 64)
 IMPLEMENTATIONS = ("xla", pytest.param("interpret", marks=pytest.mark.slow))
 STEPS = 4

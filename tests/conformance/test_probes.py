@@ -19,7 +19,7 @@ import halfstep
 from halfstep import DynamicLossScaling, Ledger
 from tests._jaxprs import contractions
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
 W, X = jnp.eye(4) * 0.5, jnp.ones((2, 4))
 

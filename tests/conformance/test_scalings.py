@@ -21,6 +21,8 @@ from halfstep import (
     StaticLossScaling,
 )
 
+pytestmark = pytest.mark.core
+
 ROWS: dict[str, Callable[[], AbstractLossScaling]] = {
     "dynamic": lambda: DynamicLossScaling(2.0**10, 2.0**2, 2.0**20, period=3, factor=4),
     "dynamic defaults": DynamicLossScaling,

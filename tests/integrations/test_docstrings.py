@@ -10,6 +10,8 @@ import halfstep.integrations.flax
 import halfstep.integrations.nnx
 from tests.test_snippets import blocks, run
 
+pytestmark = pytest.mark.core
+
 
 def documented(module: ModuleType) -> dict[str, str]:
     functions = inspect.getmembers(module, inspect.isfunction)

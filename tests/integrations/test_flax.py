@@ -18,6 +18,8 @@ import halfstep
 import halfstep.integrations.flax
 from halfstep import DynamicLossScaling, Ledger, NoLossScaling, StaticLossScaling, Verdict
 
+pytestmark = pytest.mark.core
+
 
 def verdict() -> Verdict:
     return Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(3, jnp.int32))

@@ -19,6 +19,8 @@ from halfstep._digest import digests
 from halfstep.integrations._orbax._files import read_data
 from tests.integrations._bits import assert_same, recipes_state, same_bits, through
 
+pytestmark = pytest.mark.core
+
 orbax = pytest.importorskip("halfstep.integrations.orbax")
 Checkpoints, CheckpointError = orbax.Checkpoints, orbax.CheckpointError
 DamagedCheckpointError = orbax.DamagedCheckpointError

@@ -14,6 +14,8 @@ import halfstep
 from halfstep import optim, quant
 from tests.integrations._bits import assert_same, recipes_state, through
 
+pytestmark = pytest.mark.core
+
 orbax = pytest.importorskip("halfstep.integrations.orbax")
 Checkpoints, CheckpointError = orbax.Checkpoints, orbax.CheckpointError
 DamagedCheckpointError = orbax.DamagedCheckpointError

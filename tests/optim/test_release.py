@@ -15,6 +15,8 @@ from halfstep import optim
 from tests._rows import slow_unless
 from tests.optim import _stack
 
+pytestmark = pytest.mark.bits
+
 OPTIMIZERS = {
     "adamw": lambda: optim.flash_adamw(1e-2),
     "adamw, schedule, 32 bits": lambda: optim.flash_adamw(
@@ -74,8 +76,6 @@ def assert_follows(
 # SGD is the optimizer of most tests below.
 @pytest.mark.parametrize("name", slow_unless(OPTIMIZERS, lambda name: name == "adamw, stochastic"))
 def test_it_is_the_plain_step(name: str, getkey: Any):
-    if name.startswith("adamw") and jax.__version_info__ < (0, 9):
-        pytest.skip("XLA:CPU of JAX 0.8 rounds AdamW's arithmetic otherwise in another loop")
     tx = OPTIMIZERS[name]()
     step = release(tx)
     params, state = made(step, getkey())

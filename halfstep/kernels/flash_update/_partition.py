@@ -28,8 +28,6 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _varying(aval: Any) -> frozenset[str]:
-    if hasattr(aval, "vma"):
-        return frozenset(aval.vma)
     return frozenset(aval.manual_axis_type.varying)
 
 
