@@ -1,6 +1,7 @@
 """What JAX does not promise and `_private_jax` relies on, with every JAX that is tested."""
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ _double.defvjp(lambda x: (_double(x), None), _backward)
 def _functions(function):
     """Of each equation, the functions of this file that it was traced in."""
     jaxpr = jax.make_jaxpr(function)(jnp.float32(1)).jaxpr
-    tracebacks = [equation.source_info.traceback for equation in jaxpr.eqns]
+    tracebacks: list[Any] = [equation.source_info.traceback for equation in jaxpr.eqns]
     return [{f.function_name for f in t.frames if f.file_name == __file__} for t in tracebacks]
 
 

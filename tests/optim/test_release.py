@@ -290,7 +290,7 @@ def test_donated_arguments_are_reused(getkey: Any):
 def test_parameters_outside_that_layers_do_not_use_are_not_carried(getkey: Any):
     step = release(optim.flash_adamw(1e-2))
     params, state = made(step, getkey())
-    jaxpr = jax.make_jaxpr(step)(params, state, _stack.batch(getkey())).jaxpr
+    jaxpr: Any = jax.make_jaxpr(step)(params, state, _stack.batch(getkey())).jaxpr
     # The loop that steps is the one that carries codes; the first one keeps what enters layers.
     carried = [
         {(var.aval.shape, var.aval.dtype) for var in equation.outvars}
