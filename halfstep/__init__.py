@@ -51,6 +51,7 @@ from halfstep._policy import Policy as Policy
 from halfstep._preflight import (
     DoesNotFitError as DoesNotFitError,
     LargestBatch as LargestBatch,
+    PreflightComparison as PreflightComparison,
     PreflightEntry as PreflightEntry,
     PreflightError as PreflightError,
     PreflightReport as PreflightReport,

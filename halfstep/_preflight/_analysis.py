@@ -3,6 +3,7 @@
 # Internal: it is about text that XLA's compilers write, and no user does.
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ class Analysis:
         kernels: The kernels by what they read and write, the most traffic first.
         unknown_trip_counts: Loops whose number of turns is not known; they are counted as one turn.
         products: The contractions one by one, the most FLOPs first.
+        written: Bytes that the kernels write, by dtype, the most first.
     """
 
     contractions: tuple[Contraction, ...]
@@ -76,6 +78,7 @@ class Analysis:
     kernels: tuple[Kernel, ...]
     unknown_trip_counts: int
     products: tuple[Product, ...] = ()
+    written: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def flops(self) -> int:
@@ -154,6 +157,11 @@ def analyze(text: str) -> Analysis:
             )
         ),
         unknown_trip_counts=len(walk.unknown),
+        written={
+            dtype: size
+            for dtype, size in sorted(tally.written.items(), key=lambda item: (-item[1], item[0]))
+            if size
+        },
     )
 
 
@@ -195,6 +203,7 @@ class _Tally:
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[tuple[int, int]] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "_Tally", times: int = 1) -> None:
         for name in self.__dataclass_fields__:
@@ -236,7 +245,9 @@ class _Walk:
             except UnknownTypeError as error:
                 raise instruction.error(str(error)) from None
             if bytes_moved is not None:
-                tally.kernels[bytes_moved] += 1
+                read, written = bytes_moved
+                tally.kernels[read, written.total()] += 1
+                tally.written.update(written)
         return tally
 
     def control(self, frame: Frame, instruction: Instruction) -> _Tally | None:

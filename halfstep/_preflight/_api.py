@@ -11,7 +11,7 @@ from halfstep._preflight._lowering import Program, lower
 from halfstep._preflight._mesh import MeshLike, as_mesh, check_mesh
 from halfstep._preflight._report import PreflightReport
 from halfstep._preflight._requirements import compiler_versions
-from halfstep._preflight._roles import roles as bytes_by_role
+from halfstep._preflight._roles import Argument, arguments as with_roles
 from halfstep._preflight._search import LargestBatch, search
 from halfstep._preflight._targets import Target, parse_target
 from halfstep._progress import Progress
@@ -239,7 +239,7 @@ class _Case:
 class _Prepared:
     case: _Case
     programs: Mapping[str, Program]
-    roles: Mapping[str, int]
+    arguments: tuple[Argument, ...]
 
 
 def _numbers(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ def _prepare(
     for target in targets:
         check_mesh(dict(programs[target.accelerator.platform].axes), target)
     leaves = next(iter(programs.values())).leaves
-    return _Prepared(case, programs, bytes_by_role(case.step, case.args, leaves, roles))
+    return _Prepared(case, programs, with_roles(case.step, case.args, leaves, roles))
 
 
 def _compile(
@@ -305,7 +305,7 @@ def _compile(
     )
     bar.done()
     return make_entry(
-        prepared.case.name, program, compiled, target, prepared.roles, settings.memory_fraction
+        prepared.case.name, program, compiled, target, prepared.arguments, settings.memory_fraction
     )
 
 

@@ -8,8 +8,10 @@ from halfstep._preflight._analysis import Collective, Contraction, analyze
 from halfstep._preflight._compile import Compiled, required_bytes
 from halfstep._preflight._f8 import F8Count, Product, f8_count
 from halfstep._preflight._lowering import Program
+from halfstep._preflight._roles import Argument, roles as bytes_by_role
 from halfstep._preflight._roofline import Roofline, roofline
 from halfstep._preflight._targets import Target
+from halfstep._version import __version__
 
 OUTPUTS = "outputs"
 PADDING = "layout padding"
@@ -52,9 +54,14 @@ class PreflightEntry:
         gemm: On a GPU, who makes the matrix products: `"triton"` (XLA's own) or `"library"`
             (cuBLAS).
         flags: The flags that XLA was given.
-        versions: Of JAX and of the compilers.
+        versions: Of halfstep, of JAX and of the compilers.
         notes: What else is to be known: kernels that are not counted, what a compiler said.
-        hlo: The optimized program as text.
+        hlo: The optimized program as text; empty in a report that was loaded.
+        arguments: The arrays that the step is given: name, role, dtype, shape, bytes, donated.
+            `None` in a report that was saved before halfstep kept them.
+        program: A fingerprint of the program that the compiler was given. Two entries with the same
+            one differ by what the compiler does. `None` as above.
+        written: Bytes that the optimized program's kernels write, by dtype. `None` as above.
 
     Example:
         ```python
@@ -99,6 +106,9 @@ class PreflightEntry:
     versions: Mapping[str, str]
     notes: tuple[str, ...]
     hlo: str = dataclasses.field(repr=False, compare=False)
+    arguments: tuple[Argument, ...] | None = dataclasses.field(default=None, repr=False)
+    program: str | None = None
+    written: Mapping[str, int] | None = None
 
     @property
     def headroom(self) -> int | None:
@@ -144,7 +154,7 @@ def make_entry(
     program: Program,
     compiled: Compiled,
     target: Target,
-    roles: Mapping[str, int],
+    arguments: tuple[Argument, ...],
     memory_fraction: float | None,
 ) -> PreflightEntry:
     """Put together what the compiler said and what its program shows."""
@@ -152,6 +162,7 @@ def make_entry(
     fraction = accelerator.memory_fraction if memory_fraction is None else memory_fraction
     usable = int(accelerator.memory_bytes * fraction)
     said = compiled.memory
+    roles = bytes_by_role(arguments)
     common: dict[str, Any] = {
         "target": target.name,
         "variant": variant,
@@ -161,8 +172,10 @@ def make_entry(
         "f8_units": "float8" in accelerator.peak_flops,
         "gemm": compiled.gemm,
         "flags": compiled.flags,
-        "versions": dict(compiled.versions),
+        "versions": {"halfstep": __version__, **compiled.versions},
         "hlo": compiled.hlo,
+        "arguments": arguments,
+        "program": program.fingerprint,
     }
     if compiled.exceeded is not None:
         return PreflightEntry(
@@ -173,7 +186,7 @@ def make_entry(
             output_bytes=None,
             alias_bytes=None,
             temp_bytes=None,
-            memory=dict(roles),
+            memory=roles,
             contractions=None,
             products=None,
             uncounted=(),
@@ -183,16 +196,16 @@ def make_entry(
             estimates={},
             notes=(f"the compiler gave up: {compiled.exceeded}",),
         )
-    arguments, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
+    given, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
     alias, temporary = said["alias_size_in_bytes"], said["temp_size_in_bytes"]
     code = said.get("generated_code_size_in_bytes", 0)
-    peak = arguments + outputs - alias + temporary + code
+    peak = given + outputs - alias + temporary + code
     if accelerator.platform == "cuda":
         # XLA:TPU's figure of this name leaves out and takes in other memories than the device's.
         peak = said.get("peak_memory_in_bytes") or peak
     analysis = analyze(compiled.hlo)
     parts = dict(roles)
-    parts[PADDING] = max(0, arguments - sum(roles.values()))
+    parts[PADDING] = max(0, given - sum(roles.values()))
     parts[OUTPUTS] = outputs - alias
     parts[CODE] = code
     parts[TEMPORARIES] = max(0, peak - sum(parts.values()))
@@ -200,7 +213,7 @@ def make_entry(
         **common,
         fits=peak <= usable,
         peak_bytes=peak,
-        argument_bytes=arguments,
+        argument_bytes=given,
         output_bytes=outputs,
         alias_bytes=alias,
         temp_bytes=temporary,
@@ -210,6 +223,7 @@ def make_entry(
         uncounted=analysis.uncounted,
         collectives=analysis.collectives,
         traffic_bytes=analysis.traffic_bytes,
+        written=analysis.written,
         roofline=roofline(analysis, accelerator),
         estimates={name: value for name, value in compiled.estimates.items() if value > 0},
         notes=tuple(_notes(analysis, said)),

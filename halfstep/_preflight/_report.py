@@ -7,11 +7,13 @@ import pathlib
 from typing import Any
 
 from halfstep._explain import LintError
+from halfstep._preflight._comparison import PreflightComparison, compared
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError
 from halfstep._preflight._f8 import f8_miss
 from halfstep._preflight._html import html
 from halfstep._preflight._plot import plot
+from halfstep._preflight._saved import load
 from halfstep._preflight._text import detail, table
 from halfstep._tables import size
 
@@ -97,6 +99,79 @@ class PreflightReport:
         if path is not None:
             pathlib.Path(path).write_text(text + "\n")
         return text
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "PreflightReport":
+        """Read a report that `to_json` or `halfstep preflight --json FILE` has written.
+
+        The text of the programs is not in the file. Reports of older versions can lack other
+        figures, which are `None` then.
+
+        Args:
+            path: The file.
+
+        Raises:
+            PreflightError: If the file cannot be read, or is not a report.
+
+        Example:
+            ```python
+            import pathlib
+            import tempfile
+
+            import halfstep
+            import jax
+            import jax.numpy as jnp
+
+
+            def double(x):
+                return 2 * x
+
+
+            x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+            report = halfstep.preflight(double, (x,), targets="h100")
+            with tempfile.TemporaryDirectory() as folder:
+                path = pathlib.Path(folder) / "report.json"
+                report.to_json(path)
+                assert halfstep.PreflightReport.load(path).entries == report.entries
+            ```
+        """
+        return PreflightReport(load(path))
+
+    def compare(self, before: "PreflightReport | str | os.PathLike[str]") -> PreflightComparison:
+        """Say what changed since an earlier report of the same step.
+
+        Args:
+            before: The earlier report, or the file that it was saved to.
+
+        Returns:
+            The changes of every entry that both reports have: memory, traffic, contractions,
+            collectives, arguments, versions and flags, with the causes that they show.
+
+        Raises:
+            PreflightError: If the file cannot be read, or is not a report.
+
+        Example:
+            ```python
+            import halfstep
+            import jax
+            import jax.numpy as jnp
+
+
+            def double(x):
+                return 2 * x
+
+
+            small, large = (
+                jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (512, 1024)
+            )
+            before = halfstep.preflight(double, (small,), targets="h100")
+            after = halfstep.preflight(double, (large,), targets="h100")
+            print(after.compare(before))
+            ```
+        """
+        if not isinstance(before, PreflightReport):
+            before = PreflightReport.load(before)
+        return compared(before.entries, self.entries)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the memory of each entry by role, as stacked bars, into a PNG (or PDF, SVG) file.

@@ -1,5 +1,6 @@
 """What each argument is for, told from its name and type."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,13 +35,42 @@ _NAMES = (
 )
 
 
-def roles(
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One array that a step is given.
+
+    Attributes:
+        name: Its path from the name of the step's argument, `params['up']`.
+        role: What it is for: `parameters`, `optimizer state`, `batch` or `other`.
+        dtype: Its dtype, such as `float32`.
+        shape: Its shape over all devices.
+        bytes: Bytes on one device.
+        donated: Whether the step may reuse its memory.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    donated: bool
+
+
+def roles(arguments: Sequence[Argument]) -> dict[str, int]:
+    """Bytes a device holds for each role."""
+    total: dict[str, int] = dict.fromkeys(ROLES, 0)
+    for argument in arguments:
+        total[argument.role] += argument.bytes
+    return total
+
+
+def arguments(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     leaves: Sequence[Leaf],
     given: Mapping[str, str] | None = None,
-) -> dict[str, int]:
-    """Bytes a device holds for each role.
+) -> tuple[Argument, ...]:
+    """Every array that a step is given, with its role.
 
     An optimizer's state is known by Optax's types, or by a name such as `opt_state` anywhere on the
     path; parameters and batch by the outermost name that says so (`state.params`, `batch`), or, if
@@ -60,7 +90,7 @@ def roles(
                 f"got {name!r}: {role!r}."
             )
     from_optax = [_paths_below_optax(arg) for arg in args]
-    total: dict[str, int] = dict.fromkeys(ROLES, 0)
+    found: list[Argument] = []
     for leaf in leaves:
         number, below = leaf.path[0].idx, leaf.path[1:]
         role = (given or {}).get(names[number])
@@ -70,8 +100,8 @@ def roles(
             role = _by_name([names[number], *(jtu.keystr((k,), simple=True) for k in below)])
         if role is None:
             role = PARAMETERS if _is_module(args[number]) else OTHER
-        total[role] += leaf.bytes
-    return total
+        found.append(Argument(leaf.name, role, leaf.dtype, leaf.shape, leaf.bytes, leaf.donated))
+    return tuple(found)
 
 
 def _by_name(components: Sequence[str]) -> str | None:

@@ -72,8 +72,8 @@ def memory_floor_bytes(kernels: Iterable[Kernel], cache_bytes: int) -> int:
 
 def moved(
     module: Module, computation: Computation, instruction: Instruction
-) -> tuple[int, int] | None:
-    """Bytes that an instruction reads and writes, or `None` if it is no kernel.
+) -> tuple[int, Counter[str]] | None:
+    """Bytes that an instruction reads, and writes by dtype; `None` if it is no kernel.
 
     Args:
         module: The program.
@@ -93,18 +93,18 @@ def moved(
         if _WITH_WORKSPACE.fullmatch(target) and len(results) > 1 and _is_workspace(results[-1]):
             results = results[:-1]
     if base == "recv":
-        return 0, _bytes(results[:1])
+        return 0, _by_dtype((array, array.size) for array in results[:1])
     read = _read(
         computation,
         instruction,
         lambda index, array: _taken(computation, instruction, index, array.size),
     )
     if base == "send":
-        return read, 0
+        return read, Counter()
     replaced = _replaced(computation, instruction)
     if replaced is not None:
-        return read, sum(_part(result, replaced) for result in results)
-    return read, _bytes(results)
+        return read, _by_dtype((result, replaced) for result in results)
+    return read, _by_dtype((result, result.size) for result in results)
 
 
 def _read(
@@ -136,6 +136,14 @@ def _is_workspace(array: Array) -> bool:
 
 def _bytes(arrays: Iterable[Array]) -> int:
     return sum(array.bytes for array in arrays if array.in_memory)
+
+
+def _by_dtype(parts: Iterable[tuple[Array, int]]) -> Counter[str]:
+    """The bytes of some elements of arrays, by dtype."""
+    total = Counter[str]()
+    for array, elements in parts:
+        total[array.dtype] += _part(array, elements)
+    return total
 
 
 def _part(array: Array, elements: int) -> int:
@@ -172,7 +180,9 @@ def _taken(computation: Computation, user: Instruction, index: int, size: int) -
     return size
 
 
-def _fusion(module: Module, computation: Computation, fusion: Instruction) -> tuple[int, int]:
+def _fusion(
+    module: Module, computation: Computation, fusion: Instruction
+) -> tuple[int, Counter[str]]:
     (called,) = module.called(fusion, "calls")
     inside = _Inside(module, called)
     read = _read(
@@ -183,12 +193,12 @@ def _fusion(module: Module, computation: Computation, fusion: Instruction) -> tu
     root, outputs = called.result, fusion.results
     if _calls(root, "AsyncCollectiveStart"):
         # (the operand as it is, the buffer to fill, flags...)
-        return read, _bytes(outputs[1:])
+        return read, _by_dtype((output, output.size) for output in outputs[1:])
     names = root.operands if root.opcode == "tuple" else (root.name,)
     if len(names) != len(outputs):
-        return read, _bytes(outputs)
-    return read, sum(
-        _part(output, inside.written(name)) for output, name in zip(outputs, names, strict=True)
+        return read, _by_dtype((output, output.size) for output in outputs)
+    return read, _by_dtype(
+        (output, inside.written(name)) for output, name in zip(outputs, names, strict=True)
     )
 
 

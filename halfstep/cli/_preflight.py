@@ -3,6 +3,8 @@
 import argparse
 import inspect
 import itertools
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from halfstep._explain import LintError
 from halfstep._preflight import (
     DoesNotFitError,
+    PreflightComparison,
     PreflightEntry,
     PreflightError,
     PreflightReport,
@@ -17,7 +20,7 @@ from halfstep._preflight import (
     preflight,
 )
 from halfstep._preflight._targets import parse_target
-from halfstep.cli._arguments import add_command, add_maker, share
+from halfstep.cli._arguments import add_command, share
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable
 from halfstep.cli._load import checked_pair, load
@@ -34,14 +37,19 @@ batch= for each --batch:
         ...
         return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, images)
 
+It can also be a report that --json has saved, report.json, which is shown as it
+is. --compare says what changed since an earlier report.
+
 The exit status is 0, 1 if something does not fit (with --require-fit; or with
---largest-batch if no batch does) or is not in 8 bits (with --f8), and 2 if there
-is no answer.
+--largest-batch if no batch does), is not in 8 bits (with --f8) or got worse (with
+--fail-if-worse), and 2 if there is no answer.
 """
 
 _EXAMPLE = """\
 halfstep preflight train.py:make_step --target h100 --policy f32,bf16
 halfstep preflight train.py:make_step --target rtx4070 --largest-batch
+halfstep preflight train.py:make_step --target h100 --compare before.json
+halfstep preflight after.json --compare before.json --fail-if-worse 5
 """
 
 _PLOTS = (".png", ".pdf", ".svg")
@@ -57,12 +65,16 @@ def add(commands: Any) -> None:
         description=_DESCRIPTION,
         example=_EXAMPLE,
     )
-    add_maker(parser, "make_step")
+    parser.add_argument(
+        "make_step",
+        metavar="MAKE_STEP",
+        help="module:function or file.py:function; or a saved report.json",
+    )
     parser.add_argument(
         "--target",
         type=_target,
         action="append",
-        required=True,
+        default=[],
         help="such as h100, h100:8, v5e:2x2; repeatable",
     )
     parser.add_argument(
@@ -112,21 +124,35 @@ def add(commands: Any) -> None:
         help="exit with 1 unless this share of a recipe's contractions is in 8 bits (0 to 1)",
     )
 
+    parser.add_argument(
+        "--compare", metavar="FILE", help="say what changed since a report that --json has saved"
+    )
+    parser.add_argument(
+        "--fail-if-worse",
+        type=_percent,
+        metavar="PERCENT",
+        help="with --compare: exit with 1 if a peak grew by more, or something no longer fits",
+    )
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     check_writable(arguments.plot, endings=_PLOTS)
-    if arguments.largest_batch and arguments.batch:
-        raise CommandError("--largest-batch looks for the batch itself; leave --batch out.")
-    with kept_apart(arguments):
-        make = _maker(arguments)
-        try:
-            entries = list((_search if arguments.largest_batch else _sweep)(make, arguments))
-        except PreflightError as error:
-            raise CommandError(str(error)) from error
+    if arguments.fail_if_worse is not None and arguments.compare is None:
+        raise CommandError("--fail-if-worse compares: add --compare before.json.")
+    # Now, not after minutes of work.
+    before = None if arguments.compare is None else _saved(arguments.compare)
+    entries = _entries(arguments)
     report = PreflightReport(tuple(entry for entry in entries if entry is not None))
-    _show(report, arguments)
+    comparison = None if before is None else report.compare(before)
+    _show(report, comparison, arguments)
     misses = any(entry is None for entry in entries)
+    try:
+        if comparison is not None and arguments.fail_if_worse is not None:
+            comparison.check(peak=arguments.fail_if_worse / 100)
+    except LintError as error:
+        sys.stderr.write(f"{error}\n")
+        misses = True
     try:
         if arguments.f8 is not None:
             report.check(f8=arguments.f8)
@@ -140,6 +166,39 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         misses = True
     return 1 if misses else 0
+
+
+def _entries(arguments: argparse.Namespace) -> list[PreflightEntry | None]:
+    """Entries that are compiled, or of a saved report; `None` where no batch fits."""
+    if arguments.make_step.endswith(".json"):
+        asked = ("target", "policy", "batch", "largest_batch")
+        given = [f"--{name.replace('_', '-')}" for name in asked if getattr(arguments, name)]
+        if given:
+            raise CommandError(
+                f"{arguments.make_step} is a saved report, and nothing is compiled; leave out "
+                f"{', '.join(given)}."
+            )
+        with kept_apart(arguments):
+            return list(_saved(arguments.make_step).entries)
+    if not arguments.target:
+        raise CommandError(
+            "the following arguments are required: --target. Write --target h100, say."
+        )
+    if arguments.largest_batch and arguments.batch:
+        raise CommandError("--largest-batch looks for the batch itself; leave --batch out.")
+    with kept_apart(arguments):
+        make = _maker(arguments)
+        try:
+            return list((_search if arguments.largest_batch else _sweep)(make, arguments))
+        except PreflightError as error:
+            raise CommandError(str(error)) from error
+
+
+def _saved(name: str) -> PreflightReport:
+    try:
+        return PreflightReport.load(name)
+    except PreflightError as error:
+        raise CommandError(str(error)) from error
 
 
 def _sweep(make: Callable[..., Any], arguments: argparse.Namespace) -> Iterator[PreflightEntry]:
@@ -190,11 +249,18 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(report: PreflightReport, arguments: argparse.Namespace) -> None:
+def _show(
+    report: PreflightReport, comparison: PreflightComparison | None, arguments: argparse.Namespace
+) -> None:
     text = ""
     if report.entries:
         text = report.detail() if arguments.detail else str(report)
-    answer(arguments, text, report.to_json())
+    made = report.to_dict()
+    if comparison is not None:
+        # The file can be loaded as a report all the same, and be the next to compare with.
+        made["comparison"] = comparison.to_dict()
+        text += f"\n\nCompared with {arguments.compare}:\n\n{comparison}"
+    answer(arguments, text, json.dumps(made, indent=2))
     try:
         if arguments.plot and report.entries:
             report.plot(arguments.plot)
@@ -255,6 +321,16 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"required whole numbers with commas between them, such as 64,128; got {text!r}"
         ) from None
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"required a percentage such as 5; got {text!r}")
+    return value
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import halfstep
 from halfstep._preflight._lowering import lower
-from halfstep._preflight._roles import roles
+from halfstep._preflight._roles import arguments, roles
 
 VECTOR = jax.ShapeDtypeStruct((8,), jnp.float32)
 STATE = jax.eval_shape(optax.adam(1e-3).init, {"w": VECTOR})
@@ -22,7 +22,8 @@ class Train(NamedTuple):
 
 def found(step: Any, *args: Any, given: Any = None) -> dict[str, int]:
     leaves = lower(step, args, platform="cuda").leaves
-    return {role: count for role, count in roles(step, args, leaves, given).items() if count}
+    total = roles(arguments(step, args, leaves, given))
+    return {role: count for role, count in total.items() if count}
 
 
 def test_by_the_names_of_arguments():
