@@ -73,7 +73,7 @@ class Change:
             return 0, float(self.what == "peak"), self.what
         difference = self.difference if self.unit == "bytes" else self.bytes
         if difference is not None:
-            return 1, -abs(difference), self.what
+            return 1, -float(abs(difference)), self.what
         if self.difference is None:
             return 3, 0.0, self.what
         # A count that comes from nothing, or falls to it, is a larger change than any share.
@@ -122,9 +122,13 @@ def _figures(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]:
         yield Change("fits", *("yes" if entry.fits else "NO" for entry in (before, after)), "text")
     for what, field, unit in FIGURES:
         old, new = getattr(before, field), getattr(after, field)
-        at_peak = before.memory.get(what), after.memory.get(what)
-        if old is not None and new is not None and old != new and (old, new) != at_peak:
-            yield Change(what, old, new, unit)
+        if old is None or new is None or old == new:
+            continue
+        change = Change(what, old, new, unit)
+        at_peak = Change(what, before.memory.get(what), after.memory.get(what), unit)
+        # Most often what is allocated is what is there at the peak, and one row is enough.
+        if change.texts != at_peak.texts:
+            yield change
     if before.peak_bytes is not None and after.peak_bytes is not None:
         yield from _each("memory: {}", before.memory, after.memory, "bytes")
     if before.written is not None and after.written is not None:

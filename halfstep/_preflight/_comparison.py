@@ -165,7 +165,7 @@ class PreflightComparison:
         ]
         lines += [worse for entry in self.entries if (worse := _worse(entry, peak))]
         if lines:
-            # Says: the peak grew by more than <share>: <before> -> <after>. See what changed above.
+            # Says: the peak grew by more than <share>: <before> -> <after>. Look at what changed.
             raise LintError("\n".join(lines))
 
     def _rows(self) -> list[list[str]]:
@@ -255,9 +255,9 @@ def _not_compared(before: PreflightEntry, after: PreflightEntry) -> tuple[str, .
     for what, value in _MAY_LACK:
         lacking = [value(entry) is None for entry in (before, after)]
         if any(lacking):
-            who = "neither report has" if all(lacking) else "not in the earlier report"
-            who = who if lacking[0] else "not in the later report"
-            found.append(f"{what} ({who}{' them' if all(lacking) else ''})")
+            side = "earlier" if lacking[0] else "later"
+            who = "neither report has it" if all(lacking) else f"not in the {side} report"
+            found.append(f"{what} ({who})")
     return tuple(found)
 
 
@@ -281,7 +281,7 @@ def _worse(entry: EntryComparison, allowed: float | int) -> str:
         return ""
     return (
         f"{named}: the peak grew by more than {percent(allowed)}: {size(before.peak_bytes)} -> "
-        f"{size(after.peak_bytes)} (+{percent(growth)})."
+        f"{size(after.peak_bytes)} (+{percent(growth)}). Look at what changed, or allow more."
     )
 
 
