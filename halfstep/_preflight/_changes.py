@@ -1,6 +1,7 @@
 """Find what differs between two entries of one step."""
 
 import dataclasses
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -86,13 +87,15 @@ def signed(shown: Callable[[int | float], str], value: int | float) -> str:
     return f"{'+' if value > 0 else '-' if value < 0 else ''}{shown(abs(value))}"
 
 
-_UNITS: Mapping[str, Callable[[int | float], str]] = {
-    "bytes": size,
-    "FLOP": flops,
-    "count": lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}",
-    "seconds": seconds,
-    "text": str,
-}
+_UNITS: Mapping[str, Callable[[int | float], str]] = types.MappingProxyType(
+    {
+        "bytes": size,
+        "FLOP": flops,
+        "count": lambda value: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}",
+        "seconds": seconds,
+        "text": str,
+    }
+)
 
 
 def changes(before: PreflightEntry, after: PreflightEntry) -> tuple[Change, ...]:
@@ -119,7 +122,7 @@ FIGURES: tuple[tuple[str, str, Unit], ...] = (
 
 def _figures(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]:
     if before.fits != after.fits:
-        yield Change("fits", *("yes" if entry.fits else "NO" for entry in (before, after)), "text")
+        yield Change("fits", _fits(before), _fits(after), "text")
     for what, field, unit in FIGURES:
         old, new = getattr(before, field), getattr(after, field)
         if old is None or new is None or old == new:
@@ -153,28 +156,47 @@ def _each(
             yield Change(what.format(name), old, new, unit)
 
 
+def _fits(entry: PreflightEntry) -> str:
+    return "yes" if entry.fits else "NO"
+
+
 def _counts(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]:
-    both = before, after
+    def each(
+        what: str, unit: Unit, of: Callable[[PreflightEntry], Mapping[str, int]]
+    ) -> Iterator[Change]:
+        return _each(what, of(before), of(after), unit)
+
     if before.contractions is not None and after.contractions is not None:
-        kinds = [
-            {f"{c.lhs} x {c.rhs} -> {c.out}": c.count for c in entry.contractions or ()}
-            for entry in both
-        ]
-        yield from _each("contractions {}", *kinds, "count")
-        computed = [entry.contraction_flops() or {} for entry in both]
-        yield from _each("FLOPs in {}", *computed, "FLOP")
+        yield from each("contractions {}", "count", _contractions)
+        yield from each("FLOPs in {}", "FLOP", lambda entry: entry.contraction_flops() or {})
     if before.products is not None and after.products is not None:
         yield from _products(before.products, after.products)
-        eights = [{"": entry.f8.count if entry.f8 else 0} for entry in both]
-        yield from _each("contractions in fp8", *eights, "count")
-        again = [{"": recomputed(entry.products or ())} for entry in both]
-        yield from _each("contractions recomputed by jax.checkpoint", *again, "count")
+        yield from each("contractions in fp8", "count", _in_f8)
+        yield from each("contractions recomputed by jax.checkpoint", "count", _again)
     if before.collectives is not None and after.collectives is not None:
-        sent = [{f"{c.kind} {c.dtype}": c.bytes for c in e.collectives or ()} for e in both]
-        yield from _each("{}", *sent, "bytes")
-        often = [{f"{c.kind} {c.dtype}": c.count for c in e.collectives or ()} for e in both]
-        yield from _each("{}, count", *often, "count")
-    yield from _each("kernel {}, count", *(dict(entry.uncounted) for entry in both), "count")
+        yield from each("{}", "bytes", _sent)
+        yield from each("{}, count", "count", _collectives)
+    yield from each("kernel {}, count", "count", lambda entry: dict(entry.uncounted))
+
+
+def _contractions(entry: PreflightEntry) -> dict[str, int]:
+    return {f"{c.lhs} x {c.rhs} -> {c.out}": c.count for c in entry.contractions or ()}
+
+
+def _in_f8(entry: PreflightEntry) -> dict[str, int]:
+    return {"": 0 if entry.f8 is None else entry.f8.count}
+
+
+def _again(entry: PreflightEntry) -> dict[str, int]:
+    return {"": recomputed(entry.products or ())}
+
+
+def _sent(entry: PreflightEntry) -> dict[str, int]:
+    return {f"{one.kind} {one.dtype}": one.bytes for one in entry.collectives or ()}
+
+
+def _collectives(entry: PreflightEntry) -> dict[str, int]:
+    return {f"{one.kind} {one.dtype}": one.count for one in entry.collectives or ()}
 
 
 def recomputed(products: tuple[Product, ...]) -> int:
