@@ -5,7 +5,7 @@ A sentence is made only of figures that both reports have. What no figure shows 
 
 from collections.abc import Iterator, Sequence
 
-from halfstep._preflight._changes import Change, recomputed, signed
+from halfstep._preflight._changes import HALFSTEP, Change, recomputed, signed
 from halfstep._preflight._entry import TEMPORARIES, PreflightEntry
 from halfstep._tables import size
 
@@ -32,6 +32,13 @@ def _program_or_compiler(
     """Whether the step is another one, or what compiles it."""
     settings = [change for change in changes if change.what.startswith(_SETTINGS)]
     others = len(settings) < len(changes)
+    ours = [change for change in settings if change.what == HALFSTEP]
+    settings = [change for change in settings if change.what != HALFSTEP]
+    for change in ours:
+        yield (
+            f"halfstep differs, {change.before} -> {change.after}: it can rewrite the step, and "
+            "count what is in a program, in another way."
+        )
     if settings:
         named = ", ".join(
             f"{change.what.removeprefix('version of ')} {change.texts[0]} -> {change.texts[1]}"
@@ -44,7 +51,7 @@ def _program_or_compiler(
     same = before.program == after.program and donated[0] == donated[1]
     if same and settings and others:
         yield "The compiler was given the same program, so the step itself has not changed."
-    elif not same and not settings and others:
+    elif not same and not settings and not ours and others:
         yield (
             "The compiler and its settings are the same: the step, its arguments or what it "
             "donates have changed."

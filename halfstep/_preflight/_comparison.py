@@ -247,6 +247,7 @@ _MAY_LACK: tuple[tuple[str, Callable[[PreflightEntry], Any]], ...] = (
     ("arguments one by one", lambda entry: entry.arguments),
     ("the program's fingerprint", lambda entry: entry.program),
     ("versions", lambda entry: entry.versions or None),
+    ("halfstep's version", lambda entry: entry.versions.get("halfstep")),
 )
 
 

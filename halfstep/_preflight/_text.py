@@ -126,6 +126,9 @@ def detail(entry: PreflightEntry) -> str:
     ]
     pairs += [(f"memory: {role}", size(count)) for role, count in entry.memory.items()]
     pairs += [
+        (f"written in {dtype}", size(count)) for dtype, count in (entry.written or {}).items()
+    ]
+    pairs += [
         (f"contraction: {c.lhs} x {c.rhs} -> {c.out}", f"{flops(c.flops)} in {c.count}")
         for c in entry.contractions or ()
     ]

@@ -19,7 +19,12 @@ KEPT = (
     Argument("params/w", "parameters", "float32", (1024, 1024), 4 * 2**20, True),
     Argument("x", "batch", "float32", (64, 1024), 2**18, False),
 )
-FULL = entry(arguments=KEPT, program="abc", written={"float32": GIB})
+FULL = entry(
+    arguments=KEPT,
+    program="abc",
+    written={"float32": GIB},
+    versions={"halfstep": "0.1.0", "jax": "0.10.2"},
+)
 
 
 def report(**changes: Any) -> PreflightReport:
@@ -118,7 +123,8 @@ def test_files_that_cannot_be_read(tmp_path: pathlib.Path, monkeypatch: pytest.M
 def test_a_report_of_an_older_version(tmp_path: pathlib.Path):
     """Compared on what it has; what it lacks is listed."""
     made = report().to_dict()
-    _without("arguments", "program", "written", "versions")(made["entries"][0])
+    _without("arguments", "program", "written")(made["entries"][0])
+    del made["entries"][0]["versions"]["halfstep"]
     path = saved(tmp_path / "old.json", made)
     same = report().compare(path)
     assert not same.changed
@@ -127,11 +133,15 @@ def test_a_report_of_an_older_version(tmp_path: pathlib.Path):
     assert lines[1] == (
         "Not compared: bytes written by dtype (not in the earlier report), arguments one by one "
         "(not in the earlier report), the program's fingerprint (not in the earlier report), "
-        "versions (not in the earlier report)."
+        "halfstep's version (not in the earlier report)."
     )
     worse = report(peak_bytes=12 * GIB, alias_bytes=GIB).compare(path)
     assert "2.00 GiB fewer arguments: a donation was lost" in str(worse)
     assert "the step" not in str(worse), "nobody can tell"
+    assert "version of halfstep" not in str(worse)
+    # Without any version, none is compared.
+    _without("versions")(made["entries"][0])
+    assert "versions (not in the earlier report)" in str(report().compare(saved(path, made)))
     # A later version's fields are passed over.
     made["entries"][0]["color"] = "red"
     assert not report().compare(saved(path, made)).changed
@@ -166,7 +176,7 @@ def test_the_largest_changes_come_first():
         traffic_bytes=41 * GIB,
         collectives=(),
         flags=(),
-        versions={"jax": "0.12.0"},
+        versions={**FULL.versions, "jax": "0.12.0"},
     )
     rows = [change.what for change in after.compare(report()).entries[0].changes]
     assert rows == [
@@ -255,6 +265,17 @@ def test_values_that_are_stored_in_another_dtype():
 def test_the_same_figures_from_another_program():
     text = str(report(program="def").compare(report()))
     assert text == "h100, bf16: nothing changed, although the compiler was given another program."
+
+
+def test_another_halfstep_is_not_another_compiler():
+    other = {"halfstep": "0.2.0", "jax": "0.10.2"}
+    text = str(report(versions=other, peak_bytes=11 * GIB, program="def").compare(report()))
+    assert "halfstep differs, 0.1.0 -> 0.2.0: it can rewrite the step" in text
+    assert "The compiler" not in text
+    jax = {"halfstep": "0.1.0", "jax": "0.12.0"}
+    text = str(report(versions=jax, peak_bytes=11 * GIB).compare(report()))
+    assert "The compiler or its settings differ: jax 0.10.2 -> 0.12.0." in text
+    assert "The compiler was given the same program" in text
 
 
 def test_many_changes_are_cut_and_counted():
