@@ -92,6 +92,12 @@ class Accelerator:
         return "cuda" if isinstance(self.figures, GpuFigures) else "tpu"
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of a GPU; `None` for a TPU."""
+        figures = self.figures
+        return figures.cuda_compute_capability if isinstance(figures, GpuFigures) else None
+
+    @property
     def tpu_dimensions(self) -> int:
         """How many numbers the shape of a slice has; 0 for a GPU."""
         return self.figures.dimensions if isinstance(self.figures, TpuFigures) else 0

@@ -15,6 +15,7 @@ from halfstep._preflight._roles import Argument, arguments as with_roles
 from halfstep._preflight._search import LargestBatch, search
 from halfstep._preflight._targets import Target, parse_target
 from halfstep._progress import Progress
+from halfstep.kernels._target import compiling_for
 
 Step = Callable[..., Any]
 Gemm = Literal["auto", "triton", "library"]
@@ -273,19 +274,27 @@ def _prepare(
     roles: Mapping[str, str] | None,
 ) -> _Prepared:
     programs: dict[str, Program] = {}
-    for platform in dict.fromkeys(target.accelerator.platform for target in targets):
+    lowered: dict[tuple[str, tuple[int, int] | None], Program] = {}
+    for accelerator in dict.fromkeys(target.accelerator for target in targets):
+        platform, capability = accelerator.platform, accelerator.capability
         # First of all: who has no compiler must not wait for a trace to learn it.
         compiler_versions(platform)
-        programs[platform] = lower(
-            case.step,
-            case.args,
-            platform=platform,
-            donate_argnums=donate,
-            mesh=mesh,
-            shardings=shardings,
-        )
+        program = lowered.get((platform, capability)) or lowered.get((platform, None))
+        if program is None:
+            with compiling_for(capability) as told:
+                program = lower(
+                    case.step,
+                    case.args,
+                    platform=platform,
+                    donate_argnums=donate,
+                    mesh=mesh,
+                    shardings=shardings,
+                )
+            # Most programs are the same for all GPUs: they are lowered once.
+            lowered[platform, capability if told.asked else None] = program
+        programs[accelerator.name] = program
     for target in targets:
-        check_mesh(dict(programs[target.accelerator.platform].axes), target)
+        check_mesh(dict(programs[target.accelerator.name].axes), target)
     leaves = next(iter(programs.values())).leaves
     return _Prepared(case, programs, with_roles(case.step, case.args, leaves, roles))
 
@@ -294,7 +303,7 @@ def _compile(
     prepared: _Prepared, target: Target, gemm: str, settings: _Settings, bar: Progress
 ) -> PreflightEntry:
     bar.begin(f"{target.name}, {prepared.case.name}")
-    program = prepared.programs[target.accelerator.platform]
+    program = prepared.programs[target.accelerator.name]
     compiled = compile_program(
         program,
         target,

@@ -170,10 +170,9 @@ def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:
     """The scale of a group with a largest magnitude: in bfloat16 rounded up, or as it is."""
     if np.dtype(dtype) == np.float32:
         return magnitude
-    word = bitcast_convert_type(magnitude, jnp.uint32)
-    high = (word + 0xFFFF) >> 16
-    # The last NaNs would be carried into the sign.
-    high = high - (high >> 15)
+    # The last NaNs would be carried into the sign; they become the one before.
+    word = jnp.minimum(bitcast_convert_type(magnitude, jnp.int32), 0x7FFF0000)
+    high = (bitcast_convert_type(word, jnp.uint32) + 0xFFFF) >> 16
     return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 

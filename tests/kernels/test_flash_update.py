@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from halfstep.kernels.flash_update import Leaf, Spec, _gpu, _reference, _tpu, flash_update
+from halfstep.kernels.flash_update import Leaf, Spec, _gpu, _reference, _tpu, _xla_gpu, flash_update
 from halfstep.quant import Groups
 from tests._rows import slow_unless
 from tests.kernels._oracle import check, make, scalars
@@ -32,7 +32,9 @@ SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((37, 50), -1),
     ((5000,), -1),
     ((4, 64, 3, 5), -3),
+    ((3, 32, 2, 192), -3),
 )
+KINDS = ("reference", "two passes", "gpu", "tpu")
 
 
 # LLVM's optimizations are most of the compile time and change nothing here.
@@ -40,8 +42,9 @@ fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_le
 
 
 def run(kind: str, leaf: Leaf, grad: Any, by: Any, spec: Spec) -> Leaf:
-    if kind == "reference":
-        return fast(functools.partial(_reference.update, spec=spec))(leaf, grad, by)
+    if kind in ("reference", "two passes"):
+        plain = {"reference": _reference, "two passes": _xla_gpu}[kind]
+        return fast(functools.partial(plain.update, spec=spec))(leaf, grad, by)
     module = {"gpu": _gpu, "tpu": _tpu}[kind]
     update = functools.partial(module.update, spec=spec, interpret=True)
     return fast(update)(leaf, grad, jnp.stack(by))
@@ -61,10 +64,10 @@ def assert_same(left: Leaf, right: Leaf) -> None:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-# Both kernels run the same block: each once, and all pairs on one of them, which are slow.
+# All forms share their arithmetic: each once, and all pairs on one of them, which are slow.
 PAIRS = [
     (kind, algorithm, low)
-    for kind in ("reference", "gpu", "tpu")
+    for kind in KINDS
     for algorithm in ALGORITHMS
     for low in LOWS
     if kind == "gpu" or algorithm == "adam" or low == "24 bits"
@@ -78,7 +81,9 @@ PAIRS = [
 def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
     param, bits = LOWS[low]
     grad_dtype = GRADS[ALGORITHMS.index(algorithm) % (2 if kind == "tpu" else 3)]
-    leaf, grad, groups = make((64, 48), algorithm=algorithm, param=param, low=bits, grad=grad_dtype)
+    leaf, grad, groups = make(
+        (64, 128), algorithm=algorithm, param=param, low=bits, grad=grad_dtype
+    )
     spec = spec_of(algorithm, groups)
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
@@ -86,30 +91,30 @@ def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "shape", "axis"),
     slow_unless(
-        [(kind, *at) for kind in ("reference", "gpu", "tpu") for at in SHAPES],
-        # The kernel for TPUs takes groups along -2 only, and the reference any in the same way.
-        lambda kind, shape, axis: kind == "gpu" or axis == -2,
+        [(kind, *at) for kind in KINDS for at in SHAPES],
+        # The reference takes any groups in the same way.
+        lambda kind, shape, axis: kind in ("gpu", "two passes") or axis == -2,
     ),
     ids=str,
 )
 def test_every_shape(kind: str, shape: tuple[int, ...], axis: int) -> None:
     leaf, grad, groups = make(shape, axis=axis, scale=jnp.float32 if axis == -1 else jnp.bfloat16)
-    spec = spec_of("adam", groups, stochastic=True)
-    if kind == "tpu" and _tpu.refusal(leaf, grad, spec):
-        pytest.skip("XLA updates it on a TPU")
+    spec = spec_of("adam", groups, stochastic=kind != "gpu")
+    if kind in ("gpu", "tpu") and {"gpu": _gpu, "tpu": _tpu}[kind].refusal(leaf, grad, spec):
+        pytest.skip("XLA updates it there")
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
-@pytest.mark.parametrize("kind", ["reference", "gpu", "tpu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_changes_where_it_is_not_to_be_kept(kind: str) -> None:
-    leaf, grad, groups = make((50, 33), axis=-2)
+    leaf, grad, groups = make((64, 128) if kind == "gpu" else (50, 33), axis=-2)
     new = run(kind, leaf, grad * jnp.bfloat16(jnp.nan), scalars(keep=0), spec_of("adam", groups))
     assert_same(new, leaf)
 
 
-@pytest.mark.parametrize("kind", ["gpu", "tpu"])
+@pytest.mark.parametrize("kind", ["two passes", "gpu", "tpu"])
 def test_an_element_that_is_not_finite_is_left_out(kind: str) -> None:
-    leaf, grad, groups = make((64, 48))
+    leaf, grad, groups = make((64, 128))
     spec = spec_of("adam", groups)
     hole = run(kind, leaf, grad.at[5, 7].set(jnp.nan), scalars(), spec)
     none = run(kind, leaf, grad.at[5, 7].set(0), scalars(), spec)
@@ -124,13 +129,20 @@ def test_no_kernel_has_an_error_that_says_what_to_type() -> None:
         ValueError, match=r"the kernel of implementation='tpu' takes groups.*got Groups"
     ):
         flash_update(leaf, grad, by, spec, implementation="tpu")
+    with pytest.raises(ValueError, match=r"='gpu' takes full groups of 32 rows.*got Groups"):
+        flash_update(leaf, grad, by, spec, implementation="gpu")
+    random = spec_of("adam", groups, stochastic=True)
+    with pytest.raises(ValueError, match="='gpu' rounds to the nearest"):
+        flash_update(leaf, grad, by, random, implementation="gpu")
+    leaf, grad, groups = make((64, 128))
+    spec = spec_of("adam", groups)
     with pytest.raises(ValueError, match="is compiled for cpu here"):
         flash_update(leaf, grad, by, spec, implementation="gpu")
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
 def test_batches_and_eager_calls(implementation: Any) -> None:
-    leaf, grad, groups = make((64, 48))
+    leaf, grad, groups = make((64, 128))
     spec, by = spec_of("adam", groups), scalars()
     one = functools.partial(flash_update, by=by, spec=spec, implementation=implementation)
     check(leaf, one(leaf, grad), grad, by, spec)
@@ -158,7 +170,8 @@ def test_batches_and_eager_calls(implementation: Any) -> None:
 def test_devices_need_nothing_of_one_another(implementation: Any, axes: str, spec: P) -> None:
     kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    leaf, grad, groups = make((256, 64))
+    # A quarter of its rows, and of its columns, is what the kernel of a GPU takes.
+    leaf, grad, groups = make((128, 512))
     by, which = scalars(), spec_of("adam", groups)
     sharding = NamedSharding(mesh, spec)
     leaf, grad = jax.device_put((leaf, grad), sharding)

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from halfstep.kernels.flash_update import _cpu, _gpu, _reference, _tpu
+from halfstep.kernels._target import capability_of
+from halfstep.kernels.flash_update import _cpu, _gpu, _reference, _tpu, _xla_gpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
     alike,
@@ -45,7 +46,7 @@ def flash_update(
         spec: Which optimizer it is, and how its state is written.
         implementation: `"xla"`, `"gpu"` or `"tpu"`; `"interpret"` runs the kernel of a GPU as JAX
             on any machine; `None` chooses by where it is compiled for, and takes `"xla"` for what
-            there is no kernel for.
+            there is no kernel for. The kernel of a GPU is for Hopper and Blackwell, with JAX 0.12.
         sharding: How the leaf is divided among devices, where it is known: every device then
             updates what it has, with a kernel on all platforms. JAX tells it by itself where a
             mesh has explicit axes. Without it the compiler divides the update: the kernel of a GPU,
@@ -63,20 +64,27 @@ def flash_update(
 
 
 def _bound(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
-    if implementation == "xla":
-        return _plain(*arrays, present=present, spec=spec)
     arrays = tuple(alike(arrays))
-    local = partial(
-        _update.bind, present=present, spec=spec, implementation=implementation, divided=None
-    )
-    if not may_be_divided():
-        return local(*arrays)
-    shape, is_scale = arrays[2].shape, [i in SCALES for i in present]
-    # Traced here and not when it is lowered: JAX looks for it, and only then tells the devices.
-    divided = jax.make_jaxpr(partitioned(local, shape, spec.groups, is_scale))(*arrays)
+    divided = None
+    if implementation != "xla" and may_be_divided():
+        # Traced here and not only when it is lowered: JAX looks for it, and then tells the devices.
+        local = _local(present, spec, implementation)
+        divided = jax.make_jaxpr(_divided(local, arrays, present, spec))(*arrays)
     return _update.bind(
         *arrays, present=present, spec=spec, implementation=implementation, divided=divided
     )
+
+
+def _local(present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
+    """Return the update of what one device has."""
+    return partial(
+        _update.bind, present=present, spec=spec, implementation=implementation, divided=None
+    )
+
+
+def _divided(local: Any, arrays: Sequence[Any], present: tuple[int, ...], spec: Spec) -> Any:
+    """Return the update that a compiler divides among devices."""
+    return partitioned(local, arrays[2].shape, spec.groups, [i in SCALES for i in present])
 
 
 def _check(implementation: str | None, leaf: Leaf, grad: Any, spec: Spec) -> None:
@@ -123,6 +131,11 @@ def _passes(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Sp
     return _flat(_cpu.update(leaf_of(present, arrays), grad, _scalars(by), spec))
 
 
+@partial(jax.jit, static_argnames=("present", "spec"))
+def _two_passes(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
+    return _flat(_xla_gpu.update(leaf_of(present, arrays), grad, _scalars(by), spec))
+
+
 @partial(jax.jit, static_argnames=("present", "spec", "kind"))
 def _kernel(
     by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec, kind: str
@@ -160,25 +173,57 @@ def _lowered(
             "here, which cannot run it. Pass implementation=None, which chooses by where it is "
             "compiled for, or 'interpret' to try the kernel of a GPU."
         )
-    kind = implementation or platform
-    grad, *arrays = ctx.avals_in[1:]
-    run = partial(_plain, present=present, spec=spec)
-    if kind == "cpu":
-        # Its passes look at single elements, which would be asked of other devices.
-        run = run if _is_divided(ctx) else partial(_passes, present=present, spec=spec)
-    elif kind is not None and not _KERNELS[kind].refusal(leaf_of(present, arrays), grad, spec):
-        if not _is_divided(ctx):
-            run = partial(_kernel, present=present, spec=spec, kind=kind)
-        elif divided is not None and _is_divided_here(ctx, platform):
-            run = jaxpr_as_fun(divided)
-        elif implementation is not None:
+    if implementation == "gpu":
+        # Mosaic GPU assumes Hopper where nothing tells the GPU.
+        reason = _gpu.refusal_of_gpu(capability_of(ctx) or _gpu.HOPPER)
+        if reason is not None:
             raise ValueError(
-                f"implementation={implementation!r} is divided among devices by a compiler that "
-                "cannot divide kernels: one for TPUs, or one in another process. Pass sharding=, "
-                "use a mesh with explicit axes or jax.shard_map, or pass implementation=None, "
-                "which takes XLA for it."
+                f"the kernel of implementation='gpu' {reason}. Pass implementation=None, which "
+                "takes XLA there, or 'xla'."
             )
+    chosen = _chosen(platform, ctx, present, spec, implementation)
+    if chosen is None:
+        run = partial(_by_xla(platform, ctx, implementation), present=present, spec=spec)
+    elif not _is_divided(ctx):
+        run = partial(_kernel, present=present, spec=spec, kind=chosen)
+    elif divided is not None and _is_divided_here(ctx, platform):
+        # Traced again: in the divided program, nothing tells which GPU it is for.
+        run = _divided(_local(present, spec, chosen), ctx.avals_in, present, spec)
+    elif implementation is None:
+        run = partial(_by_xla(platform, ctx, None), present=present, spec=spec)
+    else:
+        raise ValueError(
+            f"implementation={implementation!r} is divided among devices by a compiler that "
+            "cannot divide kernels: one for TPUs, or one in another process. Pass sharding=, "
+            "use a mesh with explicit axes or jax.shard_map, or pass implementation=None, "
+            "which takes XLA for it."
+        )
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+def _chosen(
+    platform: str | None, ctx: Any, present: tuple[int, ...], spec: Spec, implementation: Any
+) -> str | None:
+    """Return which kernel computes an update; `None` for XLA."""
+    kind = implementation or platform
+    if kind not in _KERNELS:
+        return None
+    grad, *arrays = ctx.avals_in[1:]
+    if _KERNELS[kind].refusal(leaf_of(present, arrays), grad, spec):
+        return None
+    if platform == "gpu" and implementation is None and _gpu.refusal_of_gpu(capability_of(ctx)):
+        return None
+    return kind
+
+
+def _by_xla(platform: str | None, ctx: Any, implementation: Any) -> Any:
+    """Return the form of the update that the compiler of a platform makes the most of."""
+    if platform == "gpu":
+        return _two_passes
+    # The passes for CPUs look at single elements, which would be asked of other devices.
+    if platform == "cpu" and implementation is None and not _is_divided(ctx):
+        return _passes
+    return _plain
 
 
 def _is_divided(ctx: Any) -> bool:

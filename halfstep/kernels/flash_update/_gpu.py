@@ -1,123 +1,196 @@
-"""The update as one kernel for NVIDIA's GPUs, in Pallas by way of Triton.
+"""Compute the update in one kernel for Hopper and later GPUs, in Pallas by way of Mosaic GPU.
 
-Every leaf has a kernel: groups along any axis, groups that are not full, parameters of 16 and 32
-bits with or without the bits that they lack, gradients of 16 and 32 bits. What is not (empty
-leaves, moments in other codes than int8 and root8) is left to XLA.
+| leaf | computed by |
+|---|---|
+| groups of full size along the last axis but one, 128 n columns | this kernel |
+| groups along an earlier axis, if the axes after it have 128 n elements | this kernel |
+| groups along the last axis, partial groups, other numbers of columns | XLA (`_xla_gpu`) |
+| random rounding: Mosaic GPU has no `floor` | XLA (`_xla_gpu`) |
+| Ampere and Ada GPUs, JAX before 0.12, exports for an unknown GPU | XLA (`_xla_gpu`) |
 
-It is Triton, which reaches every card since Ampere; Mosaic is for Hopper and later only.
+A block is one group of 32 rows and up to 512 columns, for the 128 threads of a warpgroup: every
+thread has whole groups, so that no thread needs another one. The block reads its rows twice, first
+for the new scales and then for everything else. The second time, they are still in the cache.
+
+Mosaic GPU can be lowered for Ampere too, but only in a process that has such a GPU: without one, it
+assumes Hopper, and LLVM then ends the process. JAX 0.10 lacks the square root in Mosaic GPU.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from halfstep.kernels._target import Capability
 from halfstep.kernels.flash_update._block import (
     SCALES,
     View,
-    refusal as refusal,
+    refusal as common_refusal,
     reshaped,
-    update_block,
     view_of,
 )
-from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._math import updated
+from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec, leaf_of
+from halfstep.quant._codes import scale_of
+from halfstep.quant._split import joined, parted, widened
 
-_ELEMENTS = 4096
-"""In a block: of 128 threads, each holds 32 of them."""
+HOPPER = (9, 0)
+_JAX = (0, 12)
+# Hopper and data-center Blackwell, by the first number of their compute capability.
+_GENERATIONS = (9, 10)
+# Columns of a block: 4, 2 or 1 for each of the 128 threads.
+_WIDTHS = (512, 256, 128)
+_AXES = ("lead", "group", "column")
+
+
+def refusal_of_gpu(capability: Capability | None) -> str | None:
+    """Return why the kernel is not used on a GPU, or `None` if it is.
+
+    Args:
+        capability: The compute capability; `None` if it is not known.
+    """
+    if jax.__version_info__ < _JAX:
+        return f"takes JAX 0.12 or later; got {jax.__version__}"
+    if capability is None:
+        return "takes a known GPU; got a program that is exported for any of them"
+    if capability[0] not in _GENERATIONS:
+        number = ".".join(map(str, capability))
+        return f"takes GPUs of compute capability 9 and 10 (Hopper, Blackwell); got {number}"
+    return None
+
+
+def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
+    """Return why there is no kernel for a leaf, or `None` if there is one."""
+    reason = common_refusal(leaf, grad, spec)
+    if reason is not None:
+        return reason
+    view = view_of(leaf.param.shape, spec.groups)
+    if spec.stochastic:
+        return "rounds to the nearest, since Mosaic GPU has no `floor`; got random rounding"
+    if view.groups.axis != -2 or view.is_ragged or view.shape[2] % _WIDTHS[-1]:
+        return (
+            f"takes full groups of {view.groups.size} rows with a multiple of {_WIDTHS[-1]} "
+            f"columns; got {spec.groups} of shape {list(leaf.param.shape)}"
+        )
+    return None
 
 
 def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
-    """One step of a leaf.
+    """Return a leaf after one step.
 
     Args:
         leaf: The parameter and its state. All of it is overwritten where it lies.
         grad: The gradient, in its own dtype.
         by: The hyperparameters, in one array.
         spec: Which optimizer it is.
-        interpret: Whether to run it as JAX, on any machine.
+        interpret: Whether to run the kernel as JAX, on any machine.
     """
-    # Here, since Pallas takes a second to import and most programs need none of it.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
-    def load(ref: Any, mask: Any) -> Any:
-        # What is outside is zero, which no maximum of a group sees.
-        return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
-
     view = view_of(leaf.param.shape, spec.groups)
-    rows, cols = _block(view)
-    scales = view.scale_block((rows, cols))
-    down, across = math.ceil(view.shape[1] / rows), math.ceil(view.shape[2] / cols)
-    present = leaf.present
+    arrays = view.arrays(leaf)
+    grad = grad.reshape(view.shape)
+    width = next(width for width in _WIDTHS if view.shape[2] % width == 0)
+    grid = (view.shape[0], view.shape[1] // view.groups.size, view.shape[2] // width)
+    block = _block(view, width, leaf.present, spec)
+    run = _interpreted if interpret else _compiled
+    return reshaped(run(block, grid, by, grad, arrays), leaf)
 
-    def at(number: Any) -> tuple[Any, Any, Any]:
-        # One number for a block, and three made of it here: a grid's first size may be any.
-        div, rem = jax.lax.div, jax.lax.rem
-        line = div(number, jnp.int32(across))
-        return (
-            div(line, jnp.int32(down)),
-            rem(line, jnp.int32(down)),
-            rem(number, jnp.int32(across)),
-        )
+
+Block = Callable[..., None]
+"""Updates one block: of its place in the grid, all inputs and all outputs."""
+
+
+def _compiled(block: Block, grid: tuple[int, ...], by: Any, grad: Any, arrays: list[Any]) -> Any:
+    # Imported here: Pallas takes a second to import, and most programs do not need it.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
-        start = at(pl.program_id(0))
-        whole = _mask(view.shape, (rows, cols), start)
-        of_scales = _mask(view.scale_shape, scales, start)
-        masks = [of_scales if i in SCALES else whole for i in present]
-        block = map(load, refs[: len(present)], masks)
-        scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
-        new = update_block(
-            leaf_of(present, block),
-            load(grad_ref, whole),
-            scalars._replace(seed=scalars.seed.astype(jnp.int32)),
-            spec,
-            view.groups,
-            at=view.position((rows, cols), (start[0], start[1] * rows, start[2] * cols)),
-            # Triton has no `jnp.round`. Ties go up here, and to even elsewhere.
-            nearest=lambda position: jnp.floor(position + 0.5),
-        )
-        for i, ref, mask in zip(present, refs[len(present) :], masks, strict=True):
-            plgpu.store(ref, new[i], mask=mask)
+        place = tuple(map(jax.lax.axis_index, _AXES))
+        block(place, by_ref, grad_ref, refs, refs)
 
-    arrays = view.arrays(leaf)
-    of_block = pl.BlockSpec((None, rows, cols), at)
-    of_scale = pl.BlockSpec((None, *scales), at)
-    specs = [of_scale if i in SCALES else of_block for i in present]
-    made = pl.pallas_call(
+    refs = [jax.new_ref(array) for array in arrays]
+    call = plgpu.kernel(kernel, grid=grid, grid_names=_AXES, kernel_name="flash_update")
+    call(by, grad, *refs)
+    return [jax.freeze(ref) for ref in refs]
+
+
+def _interpreted(block: Block, grid: tuple[int, ...], by: Any, grad: Any, arrays: list[Any]) -> Any:
+    from jax.experimental import pallas as pl
+
+    def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
+        place = tuple(map(pl.program_id, range(len(grid))))
+        block(place, by_ref, grad_ref, refs[: len(arrays)], refs[len(arrays) :])
+
+    return pl.pallas_call(
         kernel,
         [jax.typeof(array) for array in arrays],
-        grid=(view.shape[0] * down * across,),
-        in_specs=[pl.BlockSpec(by.shape, lambda _: (0,)), of_block, *specs],
-        out_specs=specs,
-        input_output_aliases={2 + i: i for i in range(len(present))},
-        compiler_params=plgpu.CompilerParams(num_warps=4),
-        interpret=interpret,
+        grid=grid,
+        input_output_aliases={2 + i: i for i in range(len(arrays))},
+        interpret=True,
         name="flash_update",
-    )(by, grad.reshape(view.shape), *arrays)
-    return reshaped(made, leaf)
+    )(by, grad, *arrays)
 
 
-def _block(view: View) -> tuple[int, int]:
-    """The rows and columns of a block: powers of two, which is what Triton has."""
-    _, rows, cols = view.shape
+def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Block:
+    from jax.experimental import pallas as pl
+
     size = view.groups.size
-    if view.groups.axis == -2:
-        return size, min(_ELEMENTS // size, _power(cols))
-    wide = min(max(size, _power(cols)), 1024)
-    return min(_ELEMENTS // wide, _power(rows)), wide
+
+    def block(place: Any, by_ref: Any, grad_ref: Any, old_refs: Any, new_refs: Any) -> None:
+        lead, group, column = place
+        columns = pl.ds(column * width, width)
+        by = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
+        old, new = leaf_of(present, old_refs), leaf_of(present, new_refs)
+        scales = [None if s is None else widened(s[lead, group, columns]) for s in _scales(old)]
+
+        def row(number: Any) -> tuple[Any, ...]:
+            return lead, group * size + number, columns
+
+        def stepped(number: Any, *, moments_only: bool) -> Moments:
+            here, value, first, second = row(number), None, None, None
+            if old.first is not None:
+                first = spec.first.decode(old.first[here], scales[0])
+            if old.second is not None:
+                root = spec.second.decode(old.second[here], scales[1])
+                second = root * root
+            if moments_only and not spec.coupled:
+                # The moments do not depend on the parameter, which is not read then.
+                value = jnp.zeros(width, jnp.float32)
+            else:
+                value = joined(old.param[here], None if old.low is None else old.low[here])
+            return updated(Moments(value, first, second), widened(grad_ref[here]), by, spec)
+
+        def largest(number: Any, found: Any) -> Any:
+            made = stepped(number, moments_only=True)
+            values = [x for x in (made.first, made.root) if x is not None]
+            return [jnp.maximum(m, jnp.abs(x)) for m, x in zip(found, values, strict=True)]
+
+        def write(number: Any, made: Any) -> Any:
+            here = row(number)
+            values = stepped(number, moments_only=False)
+            param, low = parted(values.value, new.param, new.low)
+            new.param[here] = param
+            if low is not None:
+                new.low[here] = low
+            if values.first is not None:
+                new.first[here] = spec.first.encode(values.first, widened(made[0]))
+            if values.root is not None:
+                new.second[here] = spec.second.encode(values.root, widened(made[1]))
+            return made
+
+        # A step that is not kept writes nothing: the leaf is updated in place.
+        @pl.when(by.keep != 0)
+        def _() -> None:
+            refs = [scale for scale in _scales(new) if scale is not None]
+            zeros = [jnp.zeros(width, jnp.float32) for _ in refs]
+            found = jax.lax.fori_loop(0, size, largest, zeros) if refs else zeros
+            made = [scale_of(m, ref.dtype) for m, ref in zip(found, refs, strict=True)]
+            jax.lax.fori_loop(0, size, write, made)
+            for ref, scale in zip(refs, made, strict=True):
+                ref[lead, group, columns] = scale
+
+    return block
 
 
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _mask(shape: tuple[int, ...], block: tuple[int, int], start: tuple[Any, Any, Any]) -> Any:
-    """Where a block lies within the leaf; `None` if all blocks do."""
-    masks = []
-    for axis, (size, length) in enumerate(zip(shape[1:], block, strict=True)):
-        if size % length:
-            index = jax.lax.broadcasted_iota(jnp.int32, block, axis)
-            masks.append(start[axis + 1] * length + index < size)
-    return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
+def _scales(leaf: Leaf) -> tuple[Any, ...]:
+    return tuple(leaf[i] for i in SCALES)

@@ -1,0 +1,136 @@
+"""Compute the update by XLA:GPU alone, in two passes: new scales first, then everything else.
+
+GPUs for which the Mosaic kernel of `_gpu` is not used take this form, as do leaves that the kernel
+does not take. XLA:GPU makes it four kernels. The first pass reads the gradient and the moments and
+writes the new scales to a temporary: 0.125 bytes per parameter. The second pass is element-wise, so
+that XLA updates parameters and moments in place, in one kernel.
+
+The plain form of `_reference` needs 13 bytes of temporaries per parameter on a GPU. Three things
+make the difference:
+
+- The maximum of a group is a `reduce_window` and not a `reduce`. XLA:GPU computes a window inside
+  the thread that needs it. For a `reduce` over rows, it transposes every operand.
+- Nothing is shared between the two passes or between two results of the second pass. XLA:GPU writes
+  a value to memory if two kernels need it; it merges kernels only afterwards. Each result therefore
+  starts from its own copy of the gradient (`_copy`), which only LLVM knows to be equal: inside the
+  merged kernel, the common work is done once.
+- Arrays keep their shapes. Merging or splitting axes would move data between devices where the
+  compiler divides the update.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import bitcast_convert_type
+
+from halfstep.kernels.flash_update._math import hashed, updated
+from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
+from halfstep.quant._codes import scale_of
+from halfstep.quant._groups import Groups
+from halfstep.quant._split import joined, parted, widened
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
+    """Return a leaf after one step.
+
+    Args:
+        leaf: The parameter and its state.
+        grad: Its gradient, in any float dtype.
+        by: The hyperparameters of the step.
+        spec: Which optimizer it is, and how its state is written.
+    """
+    keep = by.keep != 0
+
+    def new(number: int) -> Moments:
+        return _stepped(leaf, _copy(grad, number), by, spec)
+
+    def stored(value: Any, old: Any) -> Any:
+        return jnp.where(keep, value, old)
+
+    moments = new(0)
+    first_scale = _scale(moments.first, leaf.first_scale, spec.groups, keep)
+    second_scale = _scale(moments.root, leaf.second_scale, spec.groups, keep)
+    words = chances = None
+    if spec.stochastic:
+        at = _position(leaf.param.shape, spec.groups)
+        words = hashed(at, by.seed, stream=0)
+        chances = (hashed(at, by.seed, stream=1) >> 8).astype(jnp.float32) * 2.0**-24
+    param = stored(parted(new(1).value, leaf.param, leaf.low, words)[0], leaf.param)
+    low = first = second = None
+    if leaf.low is not None:
+        low = stored(parted(new(2).value, leaf.param, leaf.low, words)[1], leaf.low)
+    if leaf.first is not None:
+        wide = _fixed(_spread(first_scale, leaf.first.shape, spec.groups), grad)
+        first = stored(spec.first.encode(new(3).first, wide), leaf.first)
+    if leaf.second is not None:
+        wide = _fixed(_spread(second_scale, leaf.second.shape, spec.groups), grad)
+        second = stored(spec.second.encode(new(4).root, wide, noise=chances), leaf.second)
+    return Leaf(param, low, first, first_scale, second, second_scale)
+
+
+def _stepped(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Moments:
+    """Decode a leaf and compute its values after the step. XLA drops those that are not used."""
+    shape, groups = leaf.param.shape, spec.groups
+    first = second = None
+    if leaf.first is not None:
+        first = spec.first.decode(leaf.first, _spread(leaf.first_scale, shape, groups))
+    if leaf.second is not None:
+        root = spec.second.decode(leaf.second, _spread(leaf.second_scale, shape, groups))
+        second = root * root
+    return updated(Moments(joined(leaf.param, leaf.low), first, second), widened(grad), by, spec)
+
+
+def _scale(value: Any, old: Any, groups: Groups, keep: Any) -> Any:
+    """Return the scales of values, in the shape of the old ones."""
+    if value is None:
+        return None
+    axis = value.ndim + groups.axis
+    window = [groups.size if i == axis else 1 for i in range(value.ndim)]
+    missing = groups.count(value.shape) * groups.size - value.shape[axis]
+    padding = [(0, missing if i == axis else 0) for i in range(value.ndim)]
+    largest = jax.lax.reduce_window(
+        jnp.abs(value), jnp.float32(0), jax.lax.max, window, window, padding
+    )
+    return jnp.where(keep, scale_of(largest, old.dtype), old)
+
+
+def _spread(scale: Any, shape: tuple[int, ...], groups: Groups) -> Any:
+    """Return the scale of every element in float32."""
+    axis = len(shape) + groups.axis
+    wide = groups.aligned(widened(scale))
+    wide = jnp.broadcast_to(wide, (*wide.shape[: axis + 1], groups.size, *wide.shape[axis + 2 :]))
+    return groups.whole(wide, shape)
+
+
+def _copy(value: Any, number: int) -> Any:
+    """Return the same value in a form that XLA takes for another one and LLVM does not."""
+    return _masked(value, jnp.asarray(number, _WORDS[value.dtype.itemsize]))
+
+
+def _fixed(wide: Any, grad: Any) -> Any:
+    """Return the same scales of elements in a form that XLA does not take for scales of groups.
+
+    XLA would compute what depends on scales alone before it spreads them, and keep it in memory.
+    """
+    return _masked(wide, bitcast_convert_type(widened(grad), jnp.uint32))
+
+
+def _masked(value: Any, mask: Any) -> Any:
+    words = bitcast_convert_type(value, mask.dtype)
+    return bitcast_convert_type((words ^ mask) ^ mask, value.dtype)
+
+
+def _position(shape: tuple[int, ...], groups: Groups) -> Any:
+    """Return the position of every element, counted as the kernels do: with full groups."""
+    full = list(shape)
+    full[groups.axis] = groups.count(shape) * groups.size
+    at = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = math.prod(full[axis + 1 :]) % 2**32
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        at = at + index * jnp.uint32(stride)
+    return at
