@@ -55,6 +55,13 @@ def capability_of(ctx: Any) -> Capability | None:
     Args:
         ctx: The context of a lowering rule for CUDA.
     """
+    told = _told.get()
+    if told is not None:
+        told.asked = True
+        return told.capability
+    if ctx.module_context.lowering_parameters.for_export:
+        # JAX has devices here: those of this machine, which the program is not for.
+        return None
     context = ctx.module_context.axis_context
     devices: Any = getattr(context, "device_assignment", None)
     mesh = getattr(context, "mesh", None)
@@ -62,13 +69,7 @@ def capability_of(ctx: Any) -> Capability | None:
         devices = list(mesh.devices.flat)
     if devices:
         return _parsed(devices[0])
-    told = _told.get()
-    if told is not None:
-        told.asked = True
-        return told.capability
-    if ctx.module_context.lowering_parameters.for_export or jax.default_backend() != "gpu":
-        return None
-    return _parsed(jax.devices()[0])
+    return _parsed(jax.devices()[0]) if jax.default_backend() == "gpu" else None
 
 
 def _parsed(device: Any) -> Capability | None:

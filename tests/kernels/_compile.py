@@ -29,14 +29,18 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+    from halfstep._preflight._analysis import analyze
+    from halfstep._preflight._targets import parse_target
     from halfstep.kernels.flash_update import Leaf, Scalars, Spec, flash_update
     from halfstep.quant import groups_for
 
     axes, shape = case.get("axes"), tuple(case["shape"])
     count = 1 if axes is None else 4
-    if target == "h100":
+    on_gpu = is_gpu(target)
+    if on_gpu:
+        config = H100 if target == "h100" else parse_target(target).gpu_target_config
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=H100, topology=f"1x1x{count}"
+            platform="cuda", target_config=config, topology=f"1x1x{count}"
         )
     elif count == 1:
         topology = topologies.get_topology_desc(
@@ -82,17 +86,23 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
     assert memory is not None
     assert text is not None
     size = math.prod(shape) // count
-    code = memory.generated_code_size_in_bytes if target != "h100" else 0
+    code = 0 if on_gpu else memory.generated_code_size_in_bytes
     found = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)[a-z-]*\(", text)
     return {
         "peak": (memory.peak_memory_in_bytes + code) / size,
         "temp": memory.temp_size_in_bytes,
         "collectives": sorted(set(found)),
+        "traffic": sum((k.read + k.written) * k.count for k in analyze(text).kernels) / size,
+        "implementation": "kernel" if re.search(r"mosaic_gpu|tpu_custom_call", text) else "XLA",
     }
 
 
+def is_gpu(target: str) -> bool:
+    return target not in TOPOLOGIES
+
+
 def main(target: str, cases: str) -> None:
-    enter(gpu=target == "h100")
+    enter(gpu=is_gpu(target))
     sys.stdout.write(json.dumps([facts(target, case) for case in json.loads(cases)]))
     sys.stdout.flush()
     os._exit(0)

@@ -64,22 +64,21 @@ def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
     if leaf.low is not None:
         low = stored(parted(new(2).value, leaf.param, leaf.low, words)[1], leaf.low)
     if leaf.first is not None:
-        wide = _fixed(_spread(first_scale, leaf.first.shape, spec.groups), grad)
+        wide = _spread(first_scale, grad, spec.groups)
         first = stored(spec.first.encode(new(3).first, wide), leaf.first)
     if leaf.second is not None:
-        wide = _fixed(_spread(second_scale, leaf.second.shape, spec.groups), grad)
+        wide = _spread(second_scale, grad, spec.groups)
         second = stored(spec.second.encode(new(4).root, wide, noise=chances), leaf.second)
     return Leaf(param, low, first, first_scale, second, second_scale)
 
 
 def _stepped(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Moments:
     """Decode a leaf and compute its values after the step. XLA drops those that are not used."""
-    shape, groups = leaf.param.shape, spec.groups
     first = second = None
     if leaf.first is not None:
-        first = spec.first.decode(leaf.first, _spread(leaf.first_scale, shape, groups))
+        first = spec.first.decode(leaf.first, _spread(leaf.first_scale, grad, spec.groups))
     if leaf.second is not None:
-        root = spec.second.decode(leaf.second, _spread(leaf.second_scale, shape, groups))
+        root = spec.second.decode(leaf.second, _spread(leaf.second_scale, grad, spec.groups))
         second = root * root
     return updated(Moments(joined(leaf.param, leaf.low), first, second), widened(grad), by, spec)
 
@@ -98,30 +97,31 @@ def _scale(value: Any, old: Any, groups: Groups, keep: Any) -> Any:
     return jnp.where(keep, scale_of(largest, old.dtype), old)
 
 
-def _spread(scale: Any, shape: tuple[int, ...], groups: Groups) -> Any:
-    """Return the scale of every element in float32."""
-    axis = len(shape) + groups.axis
-    wide = groups.aligned(widened(scale))
+def _spread(scale: Any, grad: Any, groups: Groups) -> Any:
+    """Return the scale of every element in float32.
+
+    The mask keeps XLA from computing, before it spreads the scales, what depends on scales alone:
+    it would keep the result in memory.
+    """
+    axis = grad.ndim + groups.axis
+    wide = groups.aligned(scale)
     wide = jnp.broadcast_to(wide, (*wide.shape[: axis + 1], groups.size, *wide.shape[axis + 2 :]))
-    return groups.whole(wide, shape)
+    mask = bitcast_convert_type(grad, _words(grad)).astype(_words(scale))
+    return widened(_masked(groups.whole(wide, grad.shape), mask))
 
 
 def _copy(value: Any, number: int) -> Any:
     """Return the same value in a form that XLA takes for another one and LLVM does not."""
-    return _masked(value, jnp.asarray(number, _WORDS[value.dtype.itemsize]))
-
-
-def _fixed(wide: Any, grad: Any) -> Any:
-    """Return the same scales of elements in a form that XLA does not take for scales of groups.
-
-    XLA would compute what depends on scales alone before it spreads them, and keep it in memory.
-    """
-    return _masked(wide, bitcast_convert_type(widened(grad), jnp.uint32))
+    return _masked(value, jnp.asarray(number, _words(value)))
 
 
 def _masked(value: Any, mask: Any) -> Any:
     words = bitcast_convert_type(value, mask.dtype)
     return bitcast_convert_type((words ^ mask) ^ mask, value.dtype)
+
+
+def _words(value: Any) -> Any:
+    return _WORDS[value.dtype.itemsize]
 
 
 def _position(shape: tuple[int, ...], groups: Groups) -> Any:
