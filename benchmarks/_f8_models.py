@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import halfstep
 from benchmarks._models import Model, gpt, vit
@@ -142,7 +142,7 @@ def sharded(
 
     Activations are divided over the batch, so that weights are gathered where they are used.
     """
-    mesh = AbstractMesh((devices,), (AXIS,))
+    mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def array(*shape: int, spec: P, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

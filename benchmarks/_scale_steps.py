@@ -171,7 +171,9 @@ class Model:
 def model(size: Size, devices: int, layout: str = ALL) -> Model:
     """The decoder over so many devices."""
     sizes = axes(devices, layout)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    mesh = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
     rows = NamedSharding(mesh, P(mesh.axis_names))
     shape = (devices * size.examples, size.tokens + 1)
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)

@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from tqdm import tqdm
 
 import halfstep
@@ -156,7 +156,7 @@ def plain(model: Model, tx: Any) -> Callable[..., Any]:
 
 def divided(args: tuple[Any, ...], devices: int) -> tuple[Any, ...]:
     """Arguments on devices: matrices and their state by their rows, the batch by its examples."""
-    mesh = AbstractMesh((devices,), ("data",))
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def of(path: Any, leaf: Any) -> Any:
         number, names = path[0].idx, [getattr(p, "key", getattr(p, "name", "")) for p in path[1:]]

@@ -108,7 +108,12 @@ def _ask(
     timeout: float | None,
     cache: bool,
 ) -> tuple[dict[str, Any], str]:
-    request = {"platform": program.platform, "axes": program.axes, "donated": program.donated}
+    request = {
+        "platform": program.platform,
+        "axes": program.axes,
+        "axis_types": program.axis_types,
+        "donated": program.donated,
+    }
     if program.platform == "cuda":
         request |= {
             "target_config": target.gpu_target_config,

@@ -50,6 +50,8 @@ class Program:
     leaves: tuple[Leaf, ...]
     axes: tuple[tuple[str, int], ...]
     """The axes of the mesh, outermost first; none for a step on one device."""
+    axis_types: tuple[str, ...]
+    """Whether each axis is `Auto`, `Explicit` or `Manual`."""
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -124,7 +126,10 @@ def lower(
         for i, struct in zip(dynamic, structs, strict=True)
     )
     axes = () if mesh is None else tuple(dict(mesh.shape).items())
-    return Program(bytes(exported.serialize()), _fingerprint(exported), platform, leaves, axes)
+    types = () if mesh is None else tuple(found.name for found in mesh.axis_types)
+    return Program(
+        bytes(exported.serialize()), _fingerprint(exported), platform, leaves, axes, types
+    )
 
 
 def _is_dynamic(leaf: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from halfstep._preflight._errors import PreflightError
 from halfstep._preflight._targets import Target
@@ -17,7 +17,10 @@ MeshLike = Mapping[str, int] | AbstractMesh | Mesh
 def as_mesh(mesh: MeshLike | None) -> AbstractMesh | Mesh | None:
     """A mesh from what the user gave; axis sizes become a mesh without devices."""
     if isinstance(mesh, Mapping):
-        return AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        # Sizes say nothing about types: the compiler divides, as it always has. JAX's own default
+        # differs between versions.
+        types = (AxisType.Auto,) * len(mesh)
+        return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=types)
     return mesh
 
 

@@ -60,7 +60,7 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
     import numpy as np
     from jax import export
     from jax.experimental import mesh_utils
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
     exported = export.deserialize(bytearray(program))
     described = topology(request)
@@ -70,7 +70,8 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
         devices = mesh_utils.create_device_mesh(
             sizes, list(described.devices), allow_split_physical_axes=True
         )
-        mesh = Mesh(devices, names)
+        types = tuple(AxisType[name] for name in request["axis_types"])
+        mesh = Mesh(devices, names, axis_types=types)
         shardings = exported.in_shardings_jax(mesh)
     else:
         mesh = Mesh(np.array(described.devices[:1]), ("device",))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from benchmarks import _scale_figure, _scale_steps, _scale_tables, render, scale
 from tests.preflight._compilers import need, own_cache as own_cache
@@ -96,7 +96,9 @@ def test_recipes_are_what_is_sent(row: dict[str, Any]):
 def test_the_mesh(devices: int, layout: str):
     sizes = _scale_steps.axes(devices, layout)
     assert math.prod(sizes.values()) == devices
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    mesh = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
     shards = devices if layout == _scale_steps.ALL else min(devices, _scale_steps.GROUP)
     for size in (scale.SMALL, scale.LARGE):
         for leaf in jax.tree.leaves(_scale_steps.placed(size.params(), mesh)):
@@ -107,7 +109,7 @@ def test_the_mesh(devices: int, layout: str):
 
 
 def test_a_matrix_that_cannot_be_divided():
-    mesh = AbstractMesh((256,), ("fsdp",))
+    mesh = AbstractMesh((256,), ("fsdp",), axis_types=(AxisType.Auto,))
     assert _scale_steps.spec((2, 512, 64), mesh, stacked=True) == P(None, ("fsdp",), None)
     with pytest.raises(ValueError, match=r"a matrix of \(100, 100\) cannot be divided over"):
         _scale_steps.spec((100, 100), mesh, stacked=False)

@@ -62,6 +62,7 @@ def fails() -> tuple[Any, Any]:
 
 def sharded_over_four() -> tuple[Any, Any]:
     step, (params, x) = make_step()
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=kinds)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     return step, (params, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows))

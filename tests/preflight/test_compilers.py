@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import halfstep
 from halfstep._preflight._analysis import analyze
@@ -70,7 +70,9 @@ def test_a_small_model(target: str, platform: str, case: str):
 @pytest.mark.slow
 def test_a_step_over_256_gpus_and_its_collectives():
     need("cuda")
-    step, args, donated = _cases.transformer(AbstractMesh((256,), ("fsdp",)))
+    step, args, donated = _cases.transformer(
+        AbstractMesh((256,), ("fsdp",), axis_types=(AxisType.Auto,))
+    )
     begin = time.monotonic()
     report = halfstep.preflight(step, args, targets="h100:32x8", donate_argnums=donated)
     assert time.monotonic() - begin < 60
@@ -80,7 +82,9 @@ def test_a_step_over_256_gpus_and_its_collectives():
 @pytest.mark.slow
 def test_a_step_over_256_tpus_and_its_collectives():
     need("tpu")
-    step, args, donated = _cases.transformer(AbstractMesh((256,), ("fsdp",)))
+    step, args, donated = _cases.transformer(
+        AbstractMesh((256,), ("fsdp",), axis_types=(AxisType.Auto,))
+    )
     report = halfstep.preflight(step, args, targets="v5e:16x16", donate_argnums=donated)
     _sharded(report["v5e:16x16"], args, direct("transformer", "tpu"))
 

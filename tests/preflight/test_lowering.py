@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep._preflight._lowering import Program, argument_names, lower
@@ -108,7 +108,9 @@ def sharded(spec: Any, **options: Any) -> Program:
 
 
 def test_specifications_over_a_mesh_without_devices():
-    program = sharded(P("data"), mesh=AbstractMesh((64, 4), ("data", "model")))
+    program = sharded(
+        P("data"), mesh=AbstractMesh((64, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    )
     assert program.axes == (("data", 64), ("model", 4))
     assert program.leaves[0].bytes == 1024 * 16 * 4 // 64
 
@@ -127,7 +129,7 @@ def test_a_mesh_of_real_devices(mesh: jax.sharding.Mesh):
 
 
 def test_one_specification_for_a_whole_argument():
-    mesh = AbstractMesh((4,), ("data",))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
     args = ({"a": VECTOR, "b": {"c": VECTOR}}, VECTOR)
     program = lower(lambda p, x: x, args, platform="cuda", mesh=mesh, shardings=(P("data"), None))
     assert [leaf.bytes for leaf in program.leaves] == [8, 8, 32]
@@ -136,7 +138,7 @@ def test_one_specification_for_a_whole_argument():
 def test_shardings_of_another_tree():
     with pytest.raises(halfstep.PreflightError, match="must be a prefix of the tree of `args`"):
         lower(double, (VECTOR,), platform="cuda", shardings=(P(), P()),
-              mesh=AbstractMesh((4,), ("data",)))  # fmt: skip
+              mesh=AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,)))  # fmt: skip
 
 
 def test_a_specification_without_a_mesh():
@@ -146,11 +148,14 @@ def test_a_specification_without_a_mesh():
 
 def test_a_dimension_that_the_mesh_does_not_divide():
     with pytest.raises(halfstep.PreflightError, match=r"x of shape \(1024, 16\) cannot be sharded"):
-        sharded(P("data"), mesh=AbstractMesh((48,), ("data",)))
+        sharded(P("data"), mesh=AbstractMesh((48,), ("data",), axis_types=(AxisType.Auto,)))
 
 
 def test_two_meshes():
-    a, b = (NamedSharding(AbstractMesh((n,), ("data",)), P("data")) for n in (2, 4))
+    a, b = (
+        NamedSharding(AbstractMesh((n,), ("data",), axis_types=(AxisType.Auto,)), P("data"))
+        for n in (2, 4)
+    )
     args = tuple(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=s) for s in (a, b))
     with pytest.raises(halfstep.PreflightError, match=r"x is over \{'data': 2\} and y over"):
         lower(lambda x, y: x + y, args, platform="cuda")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep import autocast
@@ -23,7 +23,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 
 def sharded(*, fsdp: bool, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """A step of two layers; parameters whole on every device, or in four parts."""
-    mesh = AbstractMesh((4,), ("data",))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
     def array(*shape: int, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
