@@ -37,7 +37,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     benchmarks that are not installed beside a wheel or not part of the source distribution.
     """
     asked = config.option.markexpr
-    names = re.findall(r"(?<!\bnot )\b(?:bits|core|wheel)\b", asked)
+    names = re.findall(r"(?<!\bnot )\b(?:bits|core|types|wheel)\b", asked)
     if not names or re.search(r"\bor\b|\(", asked) or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text() if collection_path.is_file() else ""

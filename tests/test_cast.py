@@ -12,7 +12,7 @@ import pytest
 
 import halfstep
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

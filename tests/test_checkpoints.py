@@ -11,7 +11,7 @@ import pytest
 
 from halfstep import DynamicLossScaling, Ledger, NoLossScaling, StaticLossScaling, Verdict
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 
 def used() -> dict[str, Any]:

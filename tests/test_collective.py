@@ -12,7 +12,7 @@ import halfstep
 from halfstep import DynamicLossScaling
 from halfstep._collective import varying_axes
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 tracked = pytest.mark.parametrize("check_vma", [True, False])
 

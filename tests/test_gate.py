@@ -9,7 +9,7 @@ import pytest
 import halfstep
 from halfstep import Ledger, Verdict
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 GATES = ("loop", "cond", "select")
 gates = pytest.mark.parametrize("gate", GATES)

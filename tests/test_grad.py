@@ -11,7 +11,7 @@ import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, Policy
 from tests._jaxprs import contractions, equations
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 COMPUTE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 policies = pytest.mark.parametrize("policy", COMPUTE)

@@ -11,7 +11,7 @@ import pytest
 
 import halfstep
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "halfstep").rglob("*.py"))

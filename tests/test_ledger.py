@@ -7,7 +7,7 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling, Ledger, SkipLimitError, Verdict
 
-pytestmark = [pytest.mark.core, pytest.mark.wheel]
+pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 
 
 def counts(ledger: Ledger) -> tuple[int, ...]:

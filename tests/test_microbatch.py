@@ -9,7 +9,7 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 N = 4
 

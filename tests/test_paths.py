@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from halfstep._arguments import argument_names
 from halfstep._paths import compile_rule, match_rules
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 PATHS = ["model/layers/0/weight", "model/layers/1/weight", "model/bn/running_var", "batch/x", "key"]
 

@@ -15,7 +15,7 @@ from halfstep import Policy, PrecisionRule
 from halfstep._policy import as_policy
 from halfstep._rules import OUTCOMES, Operation, plain_scope
 
-pytestmark = [pytest.mark.core, pytest.mark.wheel]
+pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 
 NAMES = ("bf16", "f16", "f32", "f64")
 # Built in the test and not here: the run-time type checker draws random numbers of its own.

@@ -10,7 +10,7 @@ from jax.extend import source_info_util
 
 from halfstep._private_jax import lines_of_backward_functions
 
-pytestmark = [pytest.mark.core, pytest.mark.wheel]
+pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 
 
 @jax.custom_vjp

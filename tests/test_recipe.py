@@ -10,7 +10,7 @@ import pytest
 import halfstep
 from halfstep import RECIPES, Factor, Policy, Recipe
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 
 @pytest.mark.parametrize("name", RECIPES)

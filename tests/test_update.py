@@ -13,7 +13,7 @@ import pytest
 import halfstep
 from halfstep import DynamicLossScaling, Ledger
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.usefixtures("standard_promotion")]
 
 
 def chain() -> optax.GradientTransformation:

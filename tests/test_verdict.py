@@ -12,7 +12,7 @@ import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, StaticLossScaling, Verdict
 from halfstep._verdict import finite_flags, judge, magnitudes
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 
 def loss(params, x):

@@ -21,7 +21,7 @@ from tests.autocast._shared import (
     with_and_without_islands,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 
 def named(name: str, func: Callable, *args: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from tests._jaxprs import contractions, equations
 from tests._rows import slow_unless
 from tests.autocast._shared import W, X, compute, every_format
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 
 def loss(w: Any, x: Any) -> Any:

@@ -14,7 +14,7 @@ from halfstep import Policy, PrecisionRule, autocast, keep_precision
 from tests._jaxprs import contractions, equations
 from tests.autocast._shared import W, X, compute, every_format
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 TENTH = jnp.full((4, 4), 0.1)  # No 16-bit format holds it.
 

@@ -11,7 +11,7 @@ import halfstep
 from halfstep import optim
 from tests._jaxprs import contractions, equations
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 KEY = jax.random.key(0)
 

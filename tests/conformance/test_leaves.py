@@ -14,7 +14,7 @@ import halfstep
 from halfstep._gate import Gate
 from tests.conformance._leaves import ROWS
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 SCALINGS = {
     "dynamic": lambda: halfstep.DynamicLossScaling(2.0**4),

@@ -21,7 +21,7 @@ from halfstep import (
     StaticLossScaling,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 ROWS: dict[str, Callable[[], AbstractLossScaling]] = {
     "dynamic": lambda: DynamicLossScaling(2.0**10, 2.0**2, 2.0**20, period=3, factor=4),

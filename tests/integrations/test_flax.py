@@ -18,7 +18,7 @@ import halfstep
 import halfstep.integrations.flax
 from halfstep import DynamicLossScaling, Ledger, NoLossScaling, StaticLossScaling, Verdict
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.types]
 
 
 def verdict() -> Verdict:

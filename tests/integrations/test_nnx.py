@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import halfstep
 from halfstep.integrations import nnx as mixed
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.usefixtures("standard_promotion")]
 
 RATE = 1e-2
 
