@@ -55,6 +55,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "memory": (Benchmark("memory", plots=True, peers=("mpx",)), Benchmark("release")),
         "optimizers": (
             Benchmark("optimizers", peers=("flashoptim_jax",)),
+            Benchmark("kernels"),
             Benchmark("optim_cpu", ("--rounds", "5", "--size", "256")),
             Benchmark("optim_training", plots=True),
         ),

@@ -25,6 +25,7 @@ from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
 from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
+from benchmarks.kernels import COLUMNS as KERNEL_COLUMNS, lines as kernel_lines
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 
@@ -427,6 +428,16 @@ def optimizers(result: dict[str, Any]) -> str:
     return f"{table(optimizer_lines(result), OPTIMIZER_COLUMNS)}\n\n{text}"
 
 
+def kernels(result: dict[str, Any]) -> str:
+    rows, columns = result["shape"]
+    text = (
+        f"Bytes per parameter of `flash_adamw`, for one matrix of {rows} x {columns} with bfloat16 "
+        "gradients (2 of the bytes) and donated arguments, as compiled. Nothing was run on these "
+        "accelerators."
+    )
+    return f"{table(kernel_lines(result), KERNEL_COLUMNS)}\n\n{text}"
+
+
 def optim_cpu(result: dict[str, Any]) -> str:
     columns = {
         "optimizer": "optimizer",
@@ -527,6 +538,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "fp8_outliers": fp8_outliers,
         "fp8_training": fp8_training,
         "fuzz": fuzz_text,
+        "kernels": kernels,
         "memory": memory,
         "optim_cpu": optim_cpu,
         "optim_training": optim_training,
