@@ -205,8 +205,8 @@ def _chosen(
     platform: str | None, ctx: Any, present: tuple[int, ...], spec: Spec, implementation: Any
 ) -> str | None:
     """Return which kernel computes an update; `None` for XLA."""
-    kind = implementation or platform
-    if kind not in _KERNELS:
+    kind: str | None = implementation or platform
+    if kind is None or kind not in _KERNELS:
         return None
     grad, *arrays = ctx.avals_in[1:]
     if _KERNELS[kind].refusal(leaf_of(present, arrays), grad, spec):

@@ -141,7 +141,9 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
         columns = pl.ds(column * width, width)
         by = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
         old, new = leaf_of(present, old_refs), leaf_of(present, new_refs)
-        scales = [None if s is None else widened(s[lead, group, columns]) for s in _scales(old)]
+        scales: list[Any] = [
+            None if ref is None else widened(ref[lead, group, columns]) for ref in _scales(old)
+        ]
 
         def row(number: Any) -> tuple[Any, ...]:
             return lead, group * size + number, columns
@@ -168,7 +170,11 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
         def write(number: Any, made: Any) -> Any:
             here = row(number)
             values = stepped(number, moments_only=False)
-            param, low = parted(values.value, new.param, new.low)
+            # Only their dtypes count.
+            like: list[Any] = [
+                None if r is None else jnp.zeros(width, r.dtype) for r in (new.param, new.low)
+            ]
+            param, low = parted(values.value, like[0], like[1])
             new.param[here] = param
             if low is not None:
                 new.low[here] = low
