@@ -421,8 +421,9 @@ def optimizers(result: dict[str, Any]) -> str:
     rows, columns = result["shape"]
     text = (
         f"Bytes a parameter, for one matrix of {rows} x {columns} with bfloat16 gradients (2 of "
-        "the bytes) and donated arguments. flashoptim-jax is fused; for TPUs it cannot be compiled "
-        "so. To compile `init` for a billion parameters took "
+        "the bytes) and donated arguments. flashoptim-jax is fused; its kernel for GPUs is one of "
+        "Pallas-Triton, which cannot be compiled for TPUs, nor without a GPU on JAX 0.12. To "
+        "compile `init` for a billion parameters took "
         f"{result['init_of_a_billion_seconds']} s."
     )
     return f"{table(optimizer_lines(result), OPTIMIZER_COLUMNS)}\n\n{text}"

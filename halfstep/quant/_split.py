@@ -58,9 +58,10 @@ def split(
         size = (size + more) & jnp.uint32(0x7FFFFF00)
         size = jnp.where(is_nan, jnp.uint32(0x7FC00000), size)
     else:
-        # The last NaNs would be carried into the sign; they become the one before.
-        last = jnp.uint32(0x7FFF7FFF)
-        size = jnp.where(size > last, last, size)
+        # The last NaNs would be carried into the sign; they become the one before. As signed
+        # integers, since Mosaic TPU has no unsigned minimum.
+        signed = jnp.minimum(bitcast_convert_type(size, jnp.int32), 0x7FFF7FFF)
+        size = bitcast_convert_type(signed, jnp.uint32)
     word = sign | size
     high = (word + 0x8000) >> 16
     low = bitcast_convert_type(word - (high << 16), jnp.int32)
