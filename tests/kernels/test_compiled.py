@@ -135,7 +135,7 @@ def test_preflight_lowers_once_what_is_the_same_for_all_gpus(
     assert lowered == ["cuda"]
     lowered.clear()
     halfstep.preflight(step, arguments(), **run)
-    assert lowered == (["cuda", "cuda"] if HAS_MOSAIC else ["cuda"])
+    assert lowered == ["cuda", "cuda"]
 
 
 def test_a_kernel_that_the_gpu_cannot_run_is_refused() -> None:
