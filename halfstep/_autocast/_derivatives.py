@@ -61,7 +61,8 @@ def _run_custom_jvp(call: Call) -> list[Any]:
         moving = [i for i in range(consts, len(primals)) if not zeros[i]]
         given = [*primals[consts:], *(tangents[i] for i in moving)]
         of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
-        made = plan(graph, of_given, _inside(call.settings))
+        positions = range(len(primals) - consts, len(given))
+        made = plan(graph, of_given, _inside(call.settings), tangents=positions)
         of_tangents = [k for k, zero in zip(decision.outs, out_zeros, strict=True) if not zero]
         results = run(made, given, [*decision.outs, *of_tangents])
         count = len(decision.outs)

@@ -1,6 +1,7 @@
 """Decide, before anything runs, in which precision every operation of a function runs."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 
 from halfstep._autocast._decide import decide
 from halfstep._autocast._graph import Constant, Graph, is_traced, size
@@ -22,9 +23,26 @@ class _State:
         self.rounded: set[int] = set()
 
 
-def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
-    """Decide for every operation of a graph, given what its inputs are."""
+def plan(
+    graph: Graph,
+    in_kinds: Sequence[Kind],
+    settings: Settings,
+    *,
+    tangents: Collection[int] = (),
+) -> Plan:
+    """Decide for every operation of a graph, given what its inputs are.
+
+    Args:
+        graph: The function.
+        in_kinds: The kind of each input.
+        settings: What is asked for.
+        tangents: Positions of inputs in which the function must stay linear, because JAX
+            transposes it: those of the rule of a `custom_jvp`. To quantize is not linear, so no
+            recipe applies to what is made of them.
+    """
     state = _State(graph, settings)
+    unquantized = dataclasses.replace(settings, recipe=None)
+    linear = {graph.inputs[position] for position in tangents}
     for number, kind in zip(graph.inputs, in_kinds, strict=True):
         state.kinds[number] = kind
         state.from_low[number] = kind.is_low
@@ -40,7 +58,10 @@ def plan(graph: Graph, in_kinds: Sequence[Kind], settings: Settings) -> Plan:
         level = max((state.after[value] for value in values), default=0)
         state.levels.append(level)
         kinds = [seen_kind(state, operand, level) for operand in node.ins]
-        decision = decide(node, graph, kinds, settings, plan)
+        is_linear = not linear.isdisjoint(values)
+        decision = decide(node, graph, kinds, unquantized if is_linear else settings, plan)
+        if is_linear:
+            linear.update(node.outs)
         decisions.append(decision)
         from_low = any(state.from_low[value] for value in values) or decision.barrier
         same_level = [value for value in values if state.after[value] == level]

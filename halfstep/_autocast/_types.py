@@ -110,7 +110,7 @@ def held_dtype(aval: Any, kind: Kind, compute: np.dtype) -> np.dtype | None:
     return compute if kind.is_low else FLOAT32
 
 
-Planner = Callable[[Graph, Sequence[Kind], Settings], Plan]
+Planner = Callable[..., Plan]
 """Plans the functions inside of an operation."""
 Runner = Callable[..., list[Any]]
 """Runs them."""
