@@ -15,6 +15,7 @@ from halfstep._program import control_flow as table, structures
 from halfstep._versions import TESTED_JAX
 from tests.program._examples import EXAMPLES, Example
 
+pytestmark = [pytest.mark.core, pytest.mark.wheel]
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 # Functions of two scalars that are part of an operation: sums, maxima, updates.
 COMBINERS = {"reduce", "scatter", "scatter-add", "reduce_window", "select_and_scatter_add"}
