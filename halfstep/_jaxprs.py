@@ -1,28 +1,34 @@
 """Traced functions, and the functions that an operation's parameters hold."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import core
 
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr as ClosedJaxpr
+else:
+    # A traced function with its constants; since JAX 0.12 every traced function has them.
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
-def closed(jaxpr: Any) -> core.ClosedJaxpr:
+
+def closed(jaxpr: Any) -> ClosedJaxpr:
     """A traced function together with its constants.
 
     Up to JAX 0.10 some primitives hold an open one, whose operands are all it needs.
     """
-    if isinstance(jaxpr, core.ClosedJaxpr):
+    if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr
     if isinstance(jaxpr, core.Jaxpr):
         # Constants whose values are not there are operands that come first.
         inputs: Any = [*jaxpr.constvars, *jaxpr.invars]
         opened = jaxpr.replace(constvars=[], invars=inputs) if jaxpr.constvars else jaxpr
-        return core.ClosedJaxpr(opened, ())
+        return ClosedJaxpr(opened, ())
     raise TypeError(f"a traced function is needed, got {type(jaxpr).__name__}")
 
 
-def jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
     """The functions that an operation's parameters hold, whatever they are called."""
     for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
@@ -30,4 +36,4 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
 
 
 def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    return isinstance(value, core.Jaxpr | ClosedJaxpr)

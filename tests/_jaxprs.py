@@ -6,17 +6,19 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from halfstep._jaxprs import ClosedJaxpr
+
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a jaxpr and of every jaxpr inside of it."""
-    if isinstance(jaxpr, core.ClosedJaxpr):
+    if isinstance(jaxpr, ClosedJaxpr):
         jaxpr = jaxpr.jaxpr
     for equation in jaxpr.eqns:
         yield equation
         for parameter in jax.tree.leaves(
-            equation.params, is_leaf=lambda p: isinstance(p, core.Jaxpr | core.ClosedJaxpr)
+            equation.params, is_leaf=lambda p: isinstance(p, core.Jaxpr | ClosedJaxpr)
         ):
-            if isinstance(parameter, core.Jaxpr | core.ClosedJaxpr):
+            if isinstance(parameter, core.Jaxpr | ClosedJaxpr):
                 yield from equations(parameter)
 
 

@@ -1,5 +1,7 @@
 """Commit or keep: the three forms of the gate do the same."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -102,7 +104,7 @@ def test_a_skipped_commit_is_not_run(gate):
 @gates
 def test_unchecked_compiles_no_gate(gate):
     verdict = Verdict(None, None, None)
-    jaxpr = jax.make_jaxpr(lambda s: run(gate, verdict, s, lambda s: s + 1)[0])(jnp.zeros(2))
+    jaxpr: Any = jax.make_jaxpr(lambda s: run(gate, verdict, s, lambda s: s + 1)[0])(jnp.zeros(2))
     assert [str(eqn.primitive) for eqn in jaxpr.eqns if eqn.outvars[0].aval.shape] == ["add"]
 
 

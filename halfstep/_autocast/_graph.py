@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
+from halfstep._jaxprs import ClosedJaxpr
 from halfstep._program.control_flow import structure_of
 from halfstep._program.structures import Jit, Structure
 from halfstep._rules import plain_scope
@@ -121,7 +122,7 @@ class Graph:
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]
 
 
-def graph_of(function: core.ClosedJaxpr, scope: str = "") -> Graph:
+def graph_of(function: ClosedJaxpr, scope: str = "") -> Graph:
     """Flatten a traced function, which is in a scope."""
     builder = _Builder(scope)
     inputs = tuple(builder.new(var.aval) for var in function.jaxpr.invars)
@@ -201,7 +202,7 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
 
-def _inlined(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+def _inlined(equation: core.JaxprEqn) -> ClosedJaxpr | None:
     """The function of a call that is nothing but its inside."""
     if equation.primitive.name not in Jit.names:
         return None

@@ -5,13 +5,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from halfstep._autocast._graph import graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._plan import plan
 from halfstep._autocast._types import FLOAT32, Plan, Settings
 from halfstep._flat import FlatCall
+from halfstep._jaxprs import ClosedJaxpr
 from halfstep._state import MarkedLeaf
 
 
@@ -26,7 +26,7 @@ class Traced:
     """Where in the call each of them is, beginning with the parameter's name."""
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes what the function returns out of the plan's outputs."""
-    program: core.ClosedJaxpr
+    program: ClosedJaxpr
     """What was traced."""
 
 

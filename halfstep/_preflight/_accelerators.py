@@ -98,6 +98,12 @@ class Accelerator:
         return figures.cuda_compute_capability if isinstance(figures, GpuFigures) else None
 
     @property
+    def pallas_name(self) -> str:
+        """The device kind by which Pallas knows a GPU of this generation."""
+        # Of the Ada generation Pallas knows two boards only, and lowers for all of them alike.
+        return "NVIDIA L4" if self.capability == (8, 9) else self.description
+
+    @property
     def tpu_dimensions(self) -> int:
         """How many numbers the shape of a slice has; 0 for a GPU."""
         return self.figures.dimensions if isinstance(self.figures, TpuFigures) else 0

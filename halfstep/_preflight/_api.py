@@ -289,6 +289,7 @@ def _prepare(
                     donate_argnums=donate,
                     mesh=mesh,
                     shardings=shardings,
+                    device_kind=accelerator.pallas_name,
                 )
             # Most programs are the same for all GPUs: they are lowered once.
             lowered[platform, capability if told.asked else None] = program

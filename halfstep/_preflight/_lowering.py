@@ -4,6 +4,7 @@ Closures, notebooks and modules that exist only in this process are no obstacle:
 StableHLO and the shapes of flat arguments, not Python.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -24,6 +25,8 @@ from halfstep._paths import path_string
 from halfstep._preflight._callbacks import refuse_callbacks
 from halfstep._preflight._errors import PreflightError
 from halfstep._preflight._mesh import find_mesh, spread
+from halfstep._program.control_flow import equations
+from halfstep.kernels._target import depends_on_generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +81,19 @@ def lower(
     donate_argnums: Sequence[int] = (),
     mesh: AbstractMesh | Mesh | None = None,
     shardings: Any = None,
+    device_kind: str = "",
 ) -> Program:
-    """Trace a step and lower it for a platform, without running or allocating anything."""
+    """Trace a step and lower it for a platform, without running or allocating anything.
+
+    Args:
+        step: The step.
+        args: Its arguments; arrays may be shapes.
+        platform: `"cuda"` or `"tpu"`.
+        donate_argnums: Arguments whose memory it may reuse.
+        mesh: The mesh that it runs on, if there is one.
+        shardings: How arguments are divided over it.
+        device_kind: The GPU's own name, for kernels that are lowered by it.
+    """
     names = argument_names(step, len(args))
     for number in donate_argnums:
         if not 0 <= number < len(args):
@@ -108,11 +122,14 @@ def lower(
 
     jitted = jax.jit(flat)
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    # Tracing first: a mistake in the step is shown as the user knows it, not as one of ours.
+    with _within(abstract):
+        traced = jitted.trace(*structs).jaxpr.jaxpr
+    refuse_callbacks(traced, platform)
     if abstract is None:
+        abstract = _described(traced, platform, device_kind)
+    with _within(abstract):
         exported = _export(jitted, structs, platform, step)
-    else:
-        with jax.sharding.use_abstract_mesh(abstract):
-            exported = _export(jitted, structs, platform, step)
     donated = {*donate_argnums, *_own_donation(step, args)}
     leaves = tuple(
         Leaf(
@@ -130,6 +147,25 @@ def lower(
     return Program(
         bytes(exported.serialize()), _fingerprint(exported), platform, leaves, axes, types
     )
+
+
+def _within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+def _described(jaxpr: Any, platform: str, kind: str) -> AbstractMesh | None:
+    """A mesh of no axes that says which GPU a Pallas kernel of a step is for; else `None`.
+
+    Since JAX 0.11 Pallas-Triton asks for the GPU when it lowers, and looks for it here where the
+    machine has none.
+    """
+    is_kernel = (equation.primitive.name == "pallas_call" for equation in equations(jaxpr))
+    if platform != "cuda" or jax.__version_info__ < (0, 11) or not any(is_kernel):
+        return None
+    depends_on_generation()
+    make: Any = jax.sharding.AbstractDevice
+    device = make(device_kind=kind, num_cores=None, platform="gpu")
+    return AbstractMesh((), (), abstract_device=device)
 
 
 def _is_dynamic(leaf: Any) -> bool:
@@ -211,8 +247,6 @@ def _is_info(node: Any) -> bool:
 def _export(
     jitted: Any, structs: list[jax.ShapeDtypeStruct], platform: str, step: Callable[..., Any]
 ) -> export.Exported:
-    # Tracing first: a mistake in the step is shown as the user knows it, not as one of ours.
-    refuse_callbacks(jitted.trace(*structs).jaxpr.jaxpr, platform)
     allowed: set[str] = set()
     while True:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend import core
 
-from halfstep._jaxprs import closed, jaxprs_in
+from halfstep._jaxprs import ClosedJaxpr, closed, jaxprs_in
 from halfstep._program.structures import (
     Cond,
     CustomJvp,
@@ -140,9 +140,9 @@ def _custom_jvp(params: _Parameters) -> CustomJvp:
     function, consts = params.read("call_jaxpr", closed), params["num_consts"]
     trace = params["jvp_jaxpr_fun"]
 
-    def rule(zeros: Sequence[bool]) -> tuple[core.ClosedJaxpr, Sequence[bool]]:
+    def rule(zeros: Sequence[bool]) -> tuple[ClosedJaxpr, Sequence[bool]]:
         jaxpr, captured, out_zeros = trace.call_wrapped(*zeros[consts:])
-        return core.ClosedJaxpr(jaxpr, captured), out_zeros
+        return ClosedJaxpr(jaxpr, captured), out_zeros
 
     return CustomJvp(function, params.primitive, consts, params["symbolic_zeros"], rule)
 
@@ -151,8 +151,8 @@ def _custom_vjp(params: _Parameters) -> CustomVjp:
     function, consts = params.read("call_jaxpr", closed), params["num_consts"]
     trace, trees, backward = params["fwd_jaxpr_thunk"], params["out_trees"], params["bwd"]
 
-    def forward(differentiated: Sequence[bool]) -> core.ClosedJaxpr:
-        return core.ClosedJaxpr(*trace.call_wrapped(*differentiated[consts:]))
+    def forward(differentiated: Sequence[bool]) -> ClosedJaxpr:
+        return ClosedJaxpr(*trace.call_wrapped(*differentiated[consts:]))
 
     def forwarded() -> Sequence[int | None]:
         _, _, found = trees()
@@ -238,7 +238,7 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
             yield from equations(inner.jaxpr)
 
 
-def functions_in(name: str, params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
+def functions_in(name: str, params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
     """All functions that an operation holds, also one that is not in the table."""
     found = structure_of(name, params)
     if found is None:

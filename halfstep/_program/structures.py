@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
-from jax.extend import core
+
+from halfstep._jaxprs import ClosedJaxpr
 
 _T = TypeVar("_T")
 
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 class Inner:
     """A function inside an operation, and what its inputs are outside."""
 
-    function: core.ClosedJaxpr
+    function: ClosedJaxpr
     label: str
     """The words for it in reports: `scan x12`, `branch 1`, `jit`."""
     operands: tuple[int, ...] | None
@@ -56,7 +57,7 @@ class Scan(Structure):
     """`jax.lax.scan`, and `fori_loop` with a known number of iterations."""
 
     names: ClassVar = ("scan",)
-    body: core.ClosedJaxpr
+    body: ClosedJaxpr
     consts: int
     """How many operands every iteration sees whole; they come first."""
     carries: int
@@ -97,8 +98,8 @@ class While(Structure):
     """`jax.lax.while_loop`, and `fori_loop` without a known number of iterations."""
 
     names: ClassVar = ("while",)
-    test: core.ClosedJaxpr
-    body: core.ClosedJaxpr
+    test: ClosedJaxpr
+    body: ClosedJaxpr
     test_consts: int
     """How many operands only the test sees; they come first."""
     body_consts: int
@@ -141,7 +142,7 @@ class Cond(Structure):
     """`jax.lax.cond`, `switch` and `platform_dependent`."""
 
     names: ClassVar = ("cond",)
-    branches: tuple[core.ClosedJaxpr, ...]
+    branches: tuple[ClosedJaxpr, ...]
 
     def inner(self) -> tuple[Inner, ...]:
         """The branches; the first operand says which one runs."""
@@ -162,7 +163,7 @@ class Cond(Structure):
 class _Call(Structure):
     """One function that is called once with all operands."""
 
-    function: core.ClosedJaxpr
+    function: ClosedJaxpr
     name: str
 
     def inner(self) -> tuple[Inner, ...]:
@@ -260,7 +261,7 @@ class CustomJvp(_Call):
     consts: int
     """How many operands the function closes over; its rule is not told about them."""
     symbolic_zeros: bool
-    rule: Callable[[Sequence[bool]], tuple[core.ClosedJaxpr, Sequence[bool]]]
+    rule: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Sequence[bool]]]
     """Traces the rule, given which tangents are zero: results and tangents, and which of those
     are zero and left out."""
 
@@ -273,7 +274,7 @@ class CustomVjp(_Call):
     consts: int
     """How many operands the function closes over; its rules are not told about them."""
     symbolic_zeros: bool
-    forward: Callable[[Sequence[bool]], core.ClosedJaxpr]
+    forward: Callable[[Sequence[bool]], ClosedJaxpr]
     """Traces the forward rule, given which operands are differentiated: residuals and results."""
     forwarded: Callable[[], Sequence[int | None]]
     """Of each residual the operand that it is, or `None` for one that the forward rule makes. Known
@@ -290,7 +291,7 @@ class LinearSolve(Structure):
     """`jax.lax.custom_linear_solve`."""
 
     names: ClassVar = ("custom_linear_solve",)
-    functions: tuple[tuple[str, core.ClosedJaxpr], ...]
+    functions: tuple[tuple[str, ClosedJaxpr], ...]
 
     def inner(self) -> tuple[Inner, ...]:
         """Matrix-vector products and solvers, as far as they are given."""
@@ -309,7 +310,7 @@ class Opaque(Structure):
         *("call_hi_primitive", "xla_metadata_call"),
     )
     label: str
-    functions: tuple[core.ClosedJaxpr, ...]
+    functions: tuple[ClosedJaxpr, ...]
 
     def inner(self) -> tuple[Inner, ...]:
         """What runs in it."""

@@ -49,6 +49,13 @@ def compiling_for(capability: Capability | None) -> Generator[Told, None, None]:
         _told.reset(token)
 
 
+def depends_on_generation() -> None:
+    """Note that the program which is exported now is lowered differently for other GPUs."""
+    told = _told.get()
+    if told is not None:
+        told.asked = True
+
+
 def capability_of(ctx: Any) -> Capability | None:
     """Return the compute capability that a lowering is for, or `None` if nothing says it.
 

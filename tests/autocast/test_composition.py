@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import halfstep
 from halfstep._autocast._api import autocast
+from halfstep._jaxprs import ClosedJaxpr
 
 pytestmark = pytest.mark.core
 
@@ -293,15 +294,15 @@ def reference(outer: str, inner: str, mesh: Any) -> tuple[Any, Any]:
 
 def outside_of_kernels(jaxpr: Any) -> Iterator[Any]:
     """All equations but those of Pallas kernels, which run as they were written."""
-    for equation in (jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr).eqns:
+    for equation in (jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr).eqns:
         yield equation
         if equation.primitive.name == "pallas_call":
             continue
         for parameter in jtu.tree_leaves(
             list(equation.params.values()),
-            is_leaf=lambda p: isinstance(p, core.Jaxpr | core.ClosedJaxpr),
+            is_leaf=lambda p: isinstance(p, core.Jaxpr | ClosedJaxpr),
         ):
-            if isinstance(parameter, core.Jaxpr | core.ClosedJaxpr):
+            if isinstance(parameter, core.Jaxpr | ClosedJaxpr):
                 yield from outside_of_kernels(parameter)
 
 

@@ -175,7 +175,8 @@ def test_a_step_returns_what_it_was_given(name: str, model: Model):
 
     traced = jax.make_jaxpr(flat)(*arrays(given))
     expected = [*arrays(given[:3]), jax.ShapeDtypeStruct((), "float32")]
-    assert [(x.shape, x.dtype) for x in traced.out_avals] == [(x.shape, x.dtype) for x in expected]
+    made: Any = traced.out_avals
+    assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in expected]
     low = halfstep.FORMATS[name.split()[-1]].dtype
     assert set(contractions(flat, *arrays(given))) == {str(low)}
 

@@ -204,7 +204,8 @@ PARAMS = {"body": W, "head": W}
 
 
 def test_compute_dtype():
-    for options, dtype in (({}, "float16"), ({"compute_dtype": jnp.bfloat16}, "bfloat16")):
+    rows: Any = (({}, "float16"), ({"compute_dtype": jnp.bfloat16}, "bfloat16"))
+    for options, dtype in rows:
         assert contractions(jaxamp.amp(two_layers, **options), PARAMS, X) == [dtype, dtype]
         assert contractions(jaxamp.amp(**options)(two_layers), PARAMS, X) == [dtype, dtype]
         assert jaxamp.amp(two_layers, **options)(PARAMS, X).dtype == jnp.float32

@@ -132,6 +132,7 @@ def test_the_papers_desktop_vit_on_an_h100(case: str, baseline: int):
 
 @pytest.mark.parametrize("way", ["mosaic gpu", "triton", "mosaic tpu"])
 @pytest.mark.filterwarnings("ignore:Using ``pl.pallas_call`` for Mosaic GPU:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_pallas_kernel(way: str):
     platform = "tpu" if way == "mosaic tpu" else "cuda"
     need(platform)
