@@ -42,7 +42,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     )
     for column, (task, about) in enumerate(made["tasks"].items()):
         runs = [run for run in made["runs"] if run["task"] == task]
-        curves = {
+        curves: dict[str, Any] = {
             policy: np.asarray([run["curve"] for run in runs if run["policy"] == policy])
             for policy in styles
         }

@@ -25,6 +25,7 @@ def closed(jaxpr: Any) -> ClosedJaxpr:
         inputs: Any = [*jaxpr.constvars, *jaxpr.invars]
         opened = jaxpr.replace(constvars=[], invars=inputs) if jaxpr.constvars else jaxpr
         return ClosedJaxpr(opened, ())
+    # Internal: Whoever reads a parameter of another form says so in its own words.
     raise TypeError(f"a traced function is needed, got {type(jaxpr).__name__}")
 
 

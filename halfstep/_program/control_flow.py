@@ -166,9 +166,8 @@ def _custom_vjp(params: _Parameters) -> CustomVjp:
         found, logs = made
         if logs is not None:
             raise NotImplementedError(
-                f"a backward rule logs {sorted(logs)}, which `autocast` cannot hand on. Define it "
-                "with `defvjp` instead of `defvjp_with_logs`, or keep the function out of "
-                "`autocast`."
+                f"a backward rule of `defvjp_with_logs` logs {sorted(logs)}, and `autocast` cannot "
+                "hand logs on. Use `defvjp`, or call the function outside `autocast`."
             )
         return found
 

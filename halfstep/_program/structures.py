@@ -5,6 +5,7 @@ Nothing in this file depends on how JAX spells their parameters; `control_flow.p
 makes these objects.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -38,15 +39,15 @@ class Inner:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Structure:
+class Structure(abc.ABC):
     """A structured primitive as the installed JAX has traced it."""
 
     names: ClassVar[tuple[str, ...]] = ()
     """The names of the primitive, in any supported JAX."""
 
+    @abc.abstractmethod
     def inner(self) -> tuple[Inner, ...]:
         """The functions inside, in the order in which they are written."""
-        raise NotImplementedError
 
 
 # Loops and branches.

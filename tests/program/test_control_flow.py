@@ -183,6 +183,20 @@ def test_autocast_says_it_too(monkeypatch: pytest.MonkeyPatch):
         halfstep.autocast(EXAMPLES["scan"].function, "bf16")(*EXAMPLES["scan"].args)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has no such rules yet")
+def test_a_backward_rule_that_logs_is_refused():
+    @jax.custom_vjp
+    def func(x: Any) -> Any:
+        return x * 2.0
+
+    func.defvjp_with_logs(
+        lambda x: (x * 2.0, None), lambda _, g: ((g * 2.0,), {"norm": jnp.linalg.norm(g)})
+    )
+    loss = halfstep.autocast(lambda x: func(x).sum(), "bf16")
+    with pytest.raises(NotImplementedError, match=r"and `autocast` cannot hand logs on"):
+        jax.grad(loss)(jnp.ones(3))
+
+
 @every_example
 def test_whatever_holds_a_function_is_in_the_table(name: str):
     example = EXAMPLES[name]

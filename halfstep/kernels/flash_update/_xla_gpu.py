@@ -19,6 +19,7 @@ make the difference:
 """
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from halfstep.quant._codes import scale_of
 from halfstep.quant._groups import Groups
 from halfstep.quant._split import joined, parted, widened
 
-_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+_WORDS = MappingProxyType({1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64})
 
 
 def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
