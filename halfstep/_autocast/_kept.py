@@ -121,7 +121,7 @@ class Derivative:
                 cotangent.astype(self.compute),
                 restore(kept[1 - place], self.compute),
                 rest,
-                jax.ShapeDtypeStruct(like.shape, self.gradients[place]),
+                like.update(dtype=self.gradients[place]),
             ).astype(like.dtype)
             for place, like in zip(self.moving, likes, strict=True)
         ]

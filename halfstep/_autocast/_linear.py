@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 @runtime_checkable
@@ -83,7 +84,8 @@ def gradient_by(
     """
     aval: Any = jax.typeof(other)
     # Of the dtype in which it is to come out: JAX casts to it.
-    missing = ad.UndefinedPrimal(aval.update(shape=like.shape, dtype=like.dtype))
+    divided = {"sharding": like.sharding} if explicit_sharding(like) is not None else {}
+    missing = ad.UndefinedPrimal(aval.update(shape=like.shape, dtype=like.dtype, **divided))
     factors = (missing, other) if place == 0 else (other, missing)
     given = {**options, "preferred_element_type": like.dtype}
     return ad.primitive_transposes[contraction](cotangent, *factors, *rest, **given)[place]
@@ -121,8 +123,21 @@ def _apply(*values: Any, function: Linear, tree: Any, mapped: Any) -> Any:
     return push(list(values[:count]), list(values[count:]))
 
 
+def explicit_sharding(aval: Any) -> NamedSharding | None:
+    """How a value is divided, where that is part of its type: over explicit axes of a mesh."""
+    sharding = getattr(aval, "sharding", None)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return sharding
+    return None
+
+
 def _abstract(*avals: Any, **params: Any) -> Any:
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit_sharding(aval))
+        for aval in avals
+    ]
+    if any(shape.sharding is not None for shape in shapes):
+        return jax.make_jaxpr(lambda *values: _apply(*values, **params))(*shapes).out_avals[0]
     out = jax.eval_shape(lambda *values: _apply(*values, **params), *shapes)
     like = avals[params["tree"].num_leaves]
     varying = frozenset().union(*(getattr(aval, "vma", frozenset()) for aval in avals))
@@ -147,7 +162,9 @@ def _transpose(cotangent: Any, *values: Any, function: Linear, tree: Any, mapped
         return [None] * len(values)
     # Mapped dimensions come first, the last one outermost.
     likes = [
-        jax.ShapeDtypeStruct(aval.shape[len(mapped) :], aval.dtype)
+        jax.ShapeDtypeStruct(
+            aval.shape[len(mapped) :], aval.dtype, sharding=_within(aval, len(mapped))
+        )
         for aval in (
             value.aval if ad.is_undefined_primal(value) else value for value in values[count:]
         )
@@ -163,6 +180,14 @@ def _transpose(cotangent: Any, *values: Any, function: Linear, tree: Any, mapped
         gradient if ad.is_undefined_primal(value) else None
         for gradient, value in zip(made, values[count:], strict=True)
     ]
+
+
+def _within(aval: Any, mapped: int) -> NamedSharding | None:
+    """The explicit sharding of a value without its leading dimensions."""
+    sharding = explicit_sharding(aval)
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[mapped:]))
 
 
 def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:

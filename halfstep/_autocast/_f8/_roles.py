@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from halfstep._autocast._linear import explicit_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +52,50 @@ def of_result(left: Roles, right: Roles, summed: int) -> Roles:
     return Roles(tuple(range(shared)), gone, own)
 
 
-def dot(first: Any, second: Any, of_first: Roles, of_second: Roles, dtype: np.dtype) -> Any:
-    """A product: shared dimensions, then the first factor's own, then the second one's."""
+def dot(
+    first: Any,
+    second: Any,
+    of_first: Roles,
+    of_second: Roles,
+    dtype: np.dtype,
+    sharding: NamedSharding | None = None,
+) -> Any:
+    """A product: shared dimensions, then the first factor's own, then the second one's.
+
+    Args:
+        first: The first factor.
+        second: The second one.
+        of_first: The roles of its dimensions.
+        of_second: Those of the second one's.
+        dtype: The dtype of the product.
+        sharding: How the product is divided, in the order of its dimensions; needed over explicit
+            axes of a mesh, where the factors' own shardings may not say it.
+    """
+    # A factor's own dimensions come out in ascending order.
+    start = len(of_first.shared)
+    order = [*range(start), *(start + place for place in _ranks(of_first.own))]
+    start += len(of_first.own)
+    order += [start + place for place in _ranks(of_second.own)]
+    if sharding is not None:
+        parts = [sharding.spec[order.index(place)] for place in range(len(order))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*parts))
     made = jax.lax.dot_general(
         first,
         second,
         ((of_first.summed, of_second.summed), (of_first.shared, of_second.shared)),
         preferred_element_type=dtype,
+        out_sharding=sharding,
     )
-    # A factor's own dimensions come out in ascending order.
-    start = len(of_first.shared)
-    order = [*range(start), *(start + place for place in _ranks(of_first.own))]
-    start += len(of_first.own)
-    return _transposed(made, [*order, *(start + place for place in _ranks(of_second.own))])
+    return _transposed(made, order)
+
+
+def divided(like: Any, axes: Sequence[int]) -> NamedSharding | None:
+    """The explicit sharding of a value, with its dimensions in another order."""
+    sharding = explicit_sharding(like)
+    if sharding is None:
+        return None
+    spec = [*sharding.spec, *[None] * (len(axes) - len(sharding.spec))]
+    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in axes)))
 
 
 def _ranks(axes: Sequence[int]) -> list[int]:

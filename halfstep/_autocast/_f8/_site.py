@@ -11,7 +11,15 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from halfstep._autocast._f8._marks import marked
-from halfstep._autocast._f8._roles import Roles, as_laid_out, beside, dot, of_dot, of_result
+from halfstep._autocast._f8._roles import (
+    Roles,
+    as_laid_out,
+    beside,
+    divided,
+    dot,
+    of_dot,
+    of_result,
+)
 from halfstep._autocast._f8._written import Written, observed, read, same_on_both, written
 from halfstep._autocast._linear import gradient_by, linear, product_with
 from halfstep._recipe import Factor, Recipe
@@ -206,7 +214,13 @@ class Site:
     # Backward.
 
     def gradient(
-        self, place: int, other: Written, cotangent: Any, rest: Sequence[Any], slot: Slot | None
+        self,
+        place: int,
+        other: Written,
+        cotangent: Any,
+        rest: Sequence[Any],
+        slot: Slot | None,
+        like: jax.ShapeDtypeStruct,
     ) -> tuple[Any, Any]:
         """The gradient of one factor, and what was seen of the cotangent.
 
@@ -216,6 +230,7 @@ class Site:
             cotangent: Of the result.
             rest: What else the contraction takes.
             slot: What the recipe's state has for it.
+            like: The factor's shape, dtype and sharding.
         """
         is_weight = place == self.weight
         leg = self.recipe.weight_gradient if is_weight else self.recipe.input_gradient
@@ -241,18 +256,18 @@ class Site:
         # A transposition that becomes part of the product gives it its name.
         with marked(direct=direct, quantized=factor is not None):
             if self._is_dot:
-                made = dot(given, against, roles, turned, dtype)
+                own = self.roles[place]
+                axes = (*own.shared, *own.own, *own.summed)
+                made = dot(given, against, roles, turned, dtype, divided(like, axes))
             else:
-                like = jax.ShapeDtypeStruct(self.shapes[place], dtype)
-                options = dict(self.options)
-                made = gradient_by(self.contraction, options, place, given, against, rest, like)
+                options, wanted = dict(self.options), like.update(dtype=dtype)
+                made = gradient_by(self.contraction, options, place, given, against, rest, wanted)
             if direct:
                 made = self._scaled(made, [arrived, other], [roles, turned])
             if self._is_dot:
                 # Its own dimensions came with the cotangent, those that were summed with the other
                 # factor, in the order in which they are paired.
-                own = self.roles[place]
-                made = as_laid_out(made, (*own.shared, *own.own, *own.summed))
+                made = as_laid_out(made, axes)
         return made.astype(self.gradients[place]), seen
 
     def _cotangent_roles(self, summed: int) -> Roles:
@@ -315,9 +330,11 @@ class _Derivative:
         (kept, rest, slot, seen), site = residuals, self.site
         made: dict[int, Any] = {}
         of_gradient: Any = None
-        for place in self.moving:
+        for place, like in zip(self.moving, likes, strict=True):
             if place != 2:
-                made[place], found = site.gradient(place, kept[1 - place], cotangent, rest, slot)
+                made[place], found = site.gradient(
+                    place, kept[1 - place], cotangent, rest, slot, like
+                )
                 of_gradient = found if of_gradient is None else jnp.maximum(of_gradient, found)
         if 2 in self.moving:
             nothing = jnp.zeros((3,), jnp.float32)
