@@ -253,11 +253,11 @@ class Site:
         against = self._entering(
             other, self.later(1 - place), turned, self.shapes[1 - place], direct=direct
         )
+        own = self.roles[place]
+        axes = (*own.shared, *own.own, *own.summed)
         # A transposition that becomes part of the product gives it its name.
         with marked(direct=direct, quantized=factor is not None):
             if self._is_dot:
-                own = self.roles[place]
-                axes = (*own.shared, *own.own, *own.summed)
                 made = dot(given, against, roles, turned, dtype, divided(like, axes))
             else:
                 options, wanted = dict(self.options), like.update(dtype=dtype)
