@@ -35,7 +35,7 @@ OPTIMIZERS = {
 }
 
 
-# XLA:CPU compiles the body of a loop over few bytes as one function (since JAX 0.11). LLVM makes
+# XLA:CPU compiles the body of a loop over few bytes as one function. With JAX 0.12, LLVM makes
 # another multiply-add of `a * b + c * d` there than in the bare step: the last bit differs. Without
 # that pass both steps are compiled alike; a larger model is compiled alike anyway, see below.
 SAME_FUSIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
