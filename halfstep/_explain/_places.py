@@ -9,7 +9,7 @@ from halfstep._autocast._graph import Node, Operand, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._plan import plan as make_plan
 from halfstep._autocast._types import Plan, Settings, inner_plans
-from halfstep._program.structures import Inner, LinearSolve, Opaque
+from halfstep._program.structures import Inner
 
 # Everything as it is written.
 _NO_AUTOCAST = Settings(np.dtype(np.float32), islands=False)
@@ -76,7 +76,7 @@ def holds_functions(place: Place, index: int) -> bool:
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
     if decision.inner is not None:
         return True
-    return node.structure is not None and not isinstance(node.structure, LinearSolve | Opaque)
+    return node.structure is not None and not node.structure.is_opaque
 
 
 def _as_written(place: Place, index: int) -> Iterator[Place]:

@@ -73,7 +73,7 @@ def memory_floor_bytes(kernels: Iterable[Kernel], cache_bytes: int) -> int:
 def moved(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[int, Counter[str]] | None:
-    """Bytes that an instruction reads, and writes by dtype; `None` if it is no kernel.
+    """Bytes that an instruction reads, and writes by dtype; `None` if it is not a kernel.
 
     Args:
         module: The program.

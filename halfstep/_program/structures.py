@@ -30,7 +30,7 @@ class Inner:
     carried: range = range(0)
     """Inputs that are results of the iteration before: number `i` of these is result `i`."""
     sliced: range = range(0)
-    """Inputs of which every iteration is given another slice."""
+    """Inputs that every iteration sees one slice of."""
     times: int = 1
     """How often one run of the operation calls the function, as far as the program says."""
     is_loop: bool = False
@@ -44,6 +44,8 @@ class Structure(abc.ABC):
 
     names: ClassVar[tuple[str, ...]] = ()
     """The names of the primitive, in any supported JAX."""
+    is_opaque: ClassVar[bool] = False
+    """Whether it runs as it is written: nothing inside it is rewritten or recorded."""
 
     @abc.abstractmethod
     def inner(self) -> tuple[Inner, ...]:
@@ -178,7 +180,7 @@ class Jit(_Call):
 
     names: ClassVar = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
     in_shardings: tuple[Any, ...]
-    """As `jax.jit` takes them; `None` for an operand of which the call says nothing."""
+    """As `jax.jit` takes them; `None` for an operand whose sharding the call leaves open."""
     out_shardings: tuple[Any, ...]
 
     @property
@@ -292,6 +294,7 @@ class LinearSolve(Structure):
     """`jax.lax.custom_linear_solve`."""
 
     names: ClassVar = ("custom_linear_solve",)
+    is_opaque: ClassVar = True
     functions: tuple[tuple[str, ClosedJaxpr], ...]
 
     def inner(self) -> tuple[Inner, ...]:
@@ -310,6 +313,7 @@ class Opaque(Structure):
         *("custom_vmap_call", "custom_partitioning", "composite", "linear_call"),
         *("call_hi_primitive", "xla_metadata_call"),
     )
+    is_opaque: ClassVar = True
     label: str
     functions: tuple[ClosedJaxpr, ...]
 

@@ -11,7 +11,7 @@ from halfstep._autocast._graph import Constant, Graph, Node, Operand, graph_of, 
 from halfstep._explain._entry import typed
 from halfstep._explain._sources import UNKNOWN, Finder, Source
 from halfstep._jaxprs import closed
-from halfstep._program.structures import Inner, LinearSolve, Opaque, Structure
+from halfstep._program.structures import Inner
 from halfstep.debug._site import Pass, Site
 from halfstep.debug._stats import is_recorded
 
@@ -163,8 +163,7 @@ def _inside(node: Node, around: _Around, line: Source, finder: Finder) -> Iterat
 
 def is_looked_into(node: Node) -> bool:
     """Whether values inside an operation can be recorded."""
-    structure: Structure | None = node.structure
-    return structure is not None and not isinstance(structure, LinearSolve | Opaque)
+    return node.structure is not None and not node.structure.is_opaque
 
 
 def _stages(

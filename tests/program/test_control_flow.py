@@ -123,8 +123,9 @@ def test_bound_again_with_its_own_functions_it_computes_the_same(name: str):
             assert [g.shape for g in gradients] == [value.shape for value in values]
         case _:
             # Never bound with other functions: those inside are for reports.
+            assert found.is_opaque
             assert functions
-            made = expected
+            return
     for value, other in zip(made, expected, strict=True):
         np.testing.assert_array_equal(value, other)
 
