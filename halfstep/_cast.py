@@ -14,6 +14,7 @@ from halfstep._arguments import Arguments
 from halfstep._formats import DTypeLike, half_dtype, parse_dtype, widest
 from halfstep._keep import KEEP_SCOPE
 from halfstep._paths import match_rules
+from halfstep._settle import cast
 from halfstep._state import MarkedLeaf, marked_leaves
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         with np.errstate(all="ignore"):  # Overflow and NaN are what the format does.
             return leaf.astype(dtype)
-    return jax.lax.convert_element_type(leaf, dtype)
+    return cast(leaf, dtype)
 
 
 def _strong(leaf: Any) -> Any:

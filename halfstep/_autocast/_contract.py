@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from halfstep._autocast._kept import Derivative
 from halfstep._recipe import Factor
+from halfstep._settle import cast
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -85,7 +86,7 @@ def _bind(
 
 
 def _cast(value: Any, dtype: np.dtype) -> Any:
-    return value if value.dtype == dtype else jax.lax.convert_element_type(value, dtype)
+    return value if value.dtype == dtype else cast(value, dtype)
 
 
 # A contraction as a linear function of one of its factors.

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
 from halfstep._autocast._graph import Constant, Graph, Node, graph_of
@@ -22,6 +21,7 @@ from halfstep._autocast._types import (
     without_state,
 )
 from halfstep._program.structures import Cond, Scan, While
+from halfstep._settle import cast
 
 # Scan.
 
@@ -81,7 +81,7 @@ def hold(
     made = []
     for value, kind, aval in zip(values, kinds, avals, strict=True):
         dtype = held_dtype(aval, kind, compute)
-        made.append(value if dtype is None else jax.lax.convert_element_type(value, dtype))
+        made.append(value if dtype is None else cast(value, dtype))
     return made
 
 

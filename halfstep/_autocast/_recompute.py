@@ -21,6 +21,7 @@ from halfstep._autocast._derivatives import zero_tangent
 from halfstep._autocast._kept import keep, restore
 from halfstep._program.structures import Scan, While
 from halfstep._recipe import Factor
+from halfstep._settle import settled
 
 
 class Place(enum.Enum):
@@ -104,7 +105,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
         if not moving:
             return results, tuple(map(zero_tangent, results))
         dtypes = tuple(primal.dtype for primal in primals)
-        held = list(primals) if kept is None else [keep(primal, kept) for primal in primals]
+        held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]
         return results, pushing(moving, dtypes)(held, [tangents[i] for i in moving])
 
     outer.defjvp(rule, symbolic_zeros=True)

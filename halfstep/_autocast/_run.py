@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,9 +18,10 @@ from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
-from halfstep._autocast._table import CONTRACTIONS, Rule
+from halfstep._autocast._table import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast._types import FLOAT32, Call, Plan, held_dtype
 from halfstep._program.control_flow import bind_again
+from halfstep._settle import Rounding, cast, settled, widened
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
@@ -96,8 +96,24 @@ class Environment:
             return value
         key = (operand, dtype)
         if key not in self.others:
-            self.others[key] = jax.lax.convert_element_type(value, dtype)
+            rounding = self.plan.roundings[operand]
+            is_wider = dtype == FLOAT32 and value.dtype == self.plan.settings.compute
+            self.others[key] = widened(value, rounding) if is_wider else cast(value, dtype)
         return self.others[key]
+
+    def read_settled(self, operand: Operand, dtype: np.dtype | None, *, by_product: bool) -> Any:
+        """The same for a reader in the compute dtype, which rounds what it makes of it.
+
+        A product's factor is rounded when it is read, except on CPUs, which widen it.
+        """
+        value = self.read(operand, dtype)
+        if isinstance(operand, Constant) or dtype == FLOAT32:
+            return value
+        if not self.plan.kinds[operand].is_low:
+            # A parameter, or wide, and cast: CPUs have done the rest.
+            return value if by_product else settled(value)
+        rounding = self.plan.roundings[operand]
+        return settled(value, min(rounding, Rounding.LOOSE_ON_CPU) if by_product else rounding)
 
     def read_where_made(self, operand: Operand, dtype: np.dtype | None) -> Any:
         """The same; a cast has the line and the scopes of what has made the value."""
@@ -116,7 +132,7 @@ def _run_node(env: Environment, index: int) -> None:
     for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
         dtype = held(env.plan, number, kind)
         if dtype is not None and result.dtype != dtype:
-            result = jax.lax.convert_element_type(result, dtype)
+            result = cast(result, dtype)
         env.write(number, result)
 
 
@@ -132,19 +148,23 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
         # A parameter, whose gradient is to be wider than the product's operands are; or which is
         # rounded once, to few bits.
         return env.read(operand, FLOAT32)
-    if plan.graph.nodes[index].name == "convert_element_type":
+    node = plan.graph.nodes[index]
+    if node.name == "convert_element_type":
         # To another dtype of the user's: from whichever it is held in.
-        return env.read(operand, None)
+        return env.read_settled(operand, None, by_product=False)
     if kind.is_low and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
         # Where a value has passed a barrier, all see what was stored of it.
-        return jax.lax.convert_element_type(env.read(operand, dtype), FLOAT32)
-    node = plan.graph.nodes[index]
+        return widened(env.read(operand, dtype), plan.roundings[operand])
     if node.name in _SPREADS and _is_spread(plan, operand, kind, index):
         # Spread in float32 and cast then: its gradient is added up in float32.
         shape = plan.graph.avals[node.outs[0]].shape
         value = jnp.broadcast_to(env.read(operand, FLOAT32), shape)
-        return jax.lax.convert_element_type(value, decision.dtype)
-    return env.read(operand, decision.dtype)
+        return settled(cast(value, decision.dtype))
+    if node.name in PASSING:
+        return env.read(operand, decision.dtype)
+    is_product = node.name in CONTRACTIONS and decision.site is None
+    by_product = is_product and plan.settings.residuals is None
+    return env.read_settled(operand, decision.dtype, by_product=by_product)
 
 
 def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:

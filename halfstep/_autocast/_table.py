@@ -92,7 +92,8 @@ _ROWS = (
             "argmax argmin sort top_k approx_top_k optimization_barrier name "
             "sharding_constraint mesh_cast reshard pvary pcast all_gather "
             "all_gather_invariant all_to_all ppermute pbroadcast pmax pmin device_put "
-            "reduce_precision split unstack tile reduce_and reduce_or reduce_xor broadcast_to"
+            "reduce_precision split unstack tile reduce_and reduce_or reduce_xor broadcast_to "
+            "halfstep_settle"
         ),
     ),
     (
@@ -118,6 +119,18 @@ CONTRACTIONS = frozenset(name for name, rule in TABLE.items() if rule is Rule.CO
 
 GROUPS = tuple((rule, why, names) for rule, why, names in _ROWS)
 """The same, as it is shown in the documentation."""
+
+PASSING = frozenset(
+    _names(
+        "reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev gather "
+        "copy copy_p neg abs stop_gradient reduce_max reduce_min reduce_window_max "
+        "reduce_window_min cummax cummin optimization_barrier name sharding_constraint mesh_cast "
+        "reshard pvary pcast all_gather all_gather_invariant all_to_all ppermute pbroadcast pmax "
+        "pmin device_put split unstack tile broadcast_to select_n concatenate stack pad "
+        "dynamic_update_slice scatter max min clamp halfstep_settle"
+    )
+)
+"""What hands values on: rounded before or after, its result is the same."""
 
 COLLECTIVES = frozenset(
     _names(

@@ -1,6 +1,7 @@
 """What a plan is: a function, and how each of its operations runs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import numpy as np
 from halfstep._autocast._f8._site import Site
 from halfstep._autocast._graph import Constant, Graph, Node, Operand
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
-from halfstep._autocast._table import Rule
+from halfstep._autocast._table import CONTRACTIONS, PASSING, Rule
 from halfstep._recipe import Factor, Recipe
 from halfstep._rules import PrecisionFunction, PrecisionRule
+from halfstep._settle import Rounding
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -77,6 +79,21 @@ class Plan:
         """Whether anything in it must not be recomputed."""
         return any(decision.barrier for decision in self.decisions)
 
+    @functools.cached_property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """Of each value, by its number: whether its readers have to see to its rounding."""
+        found = [Rounding.SETTLED] * len(self.graph.avals)
+        for number in self.graph.inputs:
+            if self.kinds[number] is Kind.LOW:
+                # A call is inlined by the compiler: what comes in may be arithmetic's result.
+                found[number] = Rounding.LOOSE
+        for node, decision in zip(self.graph.nodes, self.decisions, strict=True):
+            rounding = _rounding(node, decision, found)
+            for number, kind in zip(node.outs, decision.outs, strict=True):
+                if kind.is_low:
+                    found[number] = rounding
+        return tuple(found)
+
     def maker(self, operand: Operand) -> int | None:
         """The operation that makes a value, if one of the plan does."""
         return self.graph.maker(operand)
@@ -88,6 +105,21 @@ class Plan:
     def out_kind(self, operand: Operand) -> Kind:
         """The kind of a value for what comes after the function."""
         return seen_kind(self, operand, -1)
+
+
+def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Rounding:
+    """How an operation leaves what it makes in the compute dtype."""
+    if decision.inner is not None or decision.site is not None:
+        return Rounding.LOOSE
+    if decision.dtype == FLOAT32:
+        # Cast where it has been made.
+        return Rounding.SETTLED
+    if node.name in CONTRACTIONS:
+        return Rounding.LOOSE_ON_CPU
+    if node.name in PASSING:
+        values = (operand for operand in node.ins if not isinstance(operand, Constant))
+        return max((found[value] for value in values), default=Rounding.SETTLED)
+    return Rounding.LOOSE
 
 
 def seen_kind(state: Any, operand: Operand, level: int) -> Kind:

@@ -13,10 +13,14 @@ from halfstep._explain._entry import Typed, typed
 from halfstep._explain._sources import Finder, Source
 from halfstep._program.control_flow import structure_of
 from halfstep._program.structures import Inner, Jit, Remat, Scan, ShardMap
+from halfstep._settle import NAME as SETTLE
 
 # What makes another view or another dtype of a value, and nothing new.
 _VIEWS = frozenset(
-    {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "copy"}
+    {
+        *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice"),
+        *("copy", SETTLE),
+    }
 )
 
 

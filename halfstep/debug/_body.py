@@ -12,6 +12,7 @@ from halfstep._explain._entry import typed
 from halfstep._explain._sources import UNKNOWN, Finder, Source
 from halfstep._jaxprs import closed
 from halfstep._program.structures import Inner
+from halfstep._settle import NAME as SETTLE
 from halfstep.debug._site import Pass, Site
 from halfstep.debug._stats import is_recorded
 
@@ -25,6 +26,7 @@ _MOVES = frozenset(
         *("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "tile", "transpose", "rev"),
         *("dynamic_slice", "slice", "split", "optimization_barrier"),
         *("mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"),
+        SETTLE,
     }
 )
 
