@@ -4,11 +4,13 @@ Softmax, norms and losses run in float32. What the backward pass needs of them w
 float32 as well, which is what makes autocasting take more memory than casting everything. So
 adjacent float32 operations are gathered into islands, whose inputs and outputs are held in the
 compute dtype, and whose inside is computed again in the backward pass. Contractions are never
-inside of an island; neither is anything with an effect, a loop, or a call.
+inside of an island; neither is anything with an effect, a loop, or a call. Effects run in the order
+in which they are written: each counts as an operand of the next.
 """
 
 import dataclasses
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -74,6 +76,9 @@ def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> l
             made_by = plan.maker(operand)
             if made_by is not None and unit_of[made_by] != unit_of[index]:
                 needs[unit_of[index]].add(unit_of[made_by])
+    effects = [index for index, node in enumerate(plan.graph.nodes) if node.effects]
+    for before, index in itertools.pairwise(effects):
+        needs[unit_of[index]].add(unit_of[before])
     users: dict[int, list[int]] = defaultdict(list)
     for unit, others in enumerate(needs):
         for other in others:

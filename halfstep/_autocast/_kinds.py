@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.ref import AbstractRef
 
 
 class Kind(enum.IntEnum):
@@ -60,8 +61,12 @@ def carried(before: Kind, after: Kind) -> Kind:
 
 
 def is_subject(aval: Any, compute: np.dtype) -> bool:
-    """Whether a value of this type is one whose precision is ours to choose."""
-    return getattr(aval, "dtype", None) == np.dtype(np.float32) and compute.itemsize < 4
+    """Whether a value of this type is one whose precision is ours to choose.
+
+    A `Ref` is a place and no value: what it holds stays as it was made.
+    """
+    is_float32 = getattr(aval, "dtype", None) == np.dtype(np.float32)
+    return is_float32 and compute.itemsize < 4 and not isinstance(aval, AbstractRef)
 
 
 def constant_kind(value: Any, compute: np.dtype) -> Kind:

@@ -53,9 +53,13 @@ def plan(
             known = not is_traced(value)
             state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
     decisions = []
+    # Effects keep their order: each comes after the one before it, as if it took its result.
+    after_effects = 0
     for node in graph.nodes:
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
         level = max((state.after[value] for value in values), default=0)
+        if node.effects:
+            level = max(level, after_effects)
         state.levels.append(level)
         kinds = [seen_kind(state, operand, level) for operand in node.ins]
         is_linear = not linear.isdisjoint(values)
@@ -63,6 +67,8 @@ def plan(
         if is_linear:
             linear.update(node.outs)
         decisions.append(decision)
+        if node.effects:
+            after_effects = level + decision.barrier
         from_low = any(state.from_low[value] for value in values) or decision.barrier
         same_level = [value for value in values if state.after[value] == level]
         width = max((state.width[value] for value in same_level), default=0)

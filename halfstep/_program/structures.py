@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from halfstep._jaxprs import ClosedJaxpr
 
@@ -136,8 +137,26 @@ class While(Structure):
         return values[:first], values[first:second], values[second:]
 
     def bind(self, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
-        """Run another test and another body in the same loop."""
-        return jax.lax.while_loop(test, body, init)
+        """Run another test and another body in the same loop.
+
+        `vmap` of a loop whose test depends on the data makes a test with a result for each element
+        of the batch, which `while_loop` does not take. The loop then runs until no element goes on,
+        and those that have ended stay as they are.
+        """
+        if not self.test.out_avals[0].shape:
+            return jax.lax.while_loop(test, body, init)
+
+        def chosen(carry: Any) -> Any:
+            goes_on = test(carry)
+
+            def one(new: Any, old: Any) -> Any:
+                # The dimensions of the batch come first in every carry.
+                shape = (*goes_on.shape, *(1,) * (jnp.ndim(old) - goes_on.ndim))
+                return jnp.where(goes_on.reshape(shape), new, old)
+
+            return jax.tree.map(one, body(carry), carry)
+
+        return jax.lax.while_loop(lambda carry: jnp.any(test(carry)), chosen, init)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
