@@ -113,8 +113,13 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     def func(*values: Any) -> Any:
         return tuple(run(inner, values, decision.outs))
 
-    def forward(*values: Any) -> Any:
-        flags = [jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals]
+    def forward(*primals: Any) -> Any:
+        if custom.symbolic_zeros:
+            values = [primal.value for primal in primals]
+            flags = [primal.perturbed for primal in primals]
+        else:
+            # The rule is not told, whatever is said here.
+            values, flags = primals, [True] * len(primals)
         graph = graph_of(custom.forward(flags), node.scope)
         made = plan(graph, kinds[consts:], settings)
         forwarded = custom.forwarded()
@@ -143,13 +148,12 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         types = [*(aval for _, aval in shapes), *outs]
         # As they are but for the dtype: within a shard_map they vary over axes.
         traced = [
-            jax.lax.convert_element_type(value, aval.dtype)
-            if is_subject(aval, settings.compute) and hasattr(value, "dtype")
-            else value
+            _as_traced(value, aval) if is_subject(aval, settings.compute) else value
             for value, aval in zip([*residuals, *cotangents], types, strict=True)
         ]
-        # Numbers of Python's that the rule has kept are for it to look at.
-        arrays = [hasattr(value, "dtype") for value in traced]
+        # Numbers of Python's that the rule has kept are for it to look at, and so are zeros that
+        # JAX only speaks of.
+        arrays = [hasattr(value, "dtype") and not _is_zero(value) for value in traced]
 
         def only(values: Sequence[Any]) -> list[Any]:
             return [value for value, keep in zip(values, arrays, strict=True) if keep]
@@ -176,8 +180,23 @@ def _run_custom_vjp(call: Call) -> list[Any]:
                 out.append(jax.lax.convert_element_type(gradient, value.dtype))
         return tuple(out)
 
-    func.defvjp(forward, backward)
+    # A rule that asks for it is told which of its arguments are differentiated, and which of its
+    # results are used.
+    func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
     return list(func(*operands))
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, SymbolicZero)
+
+
+def _as_traced(value: Any, aval: Any) -> Any:
+    """A value in the dtype in which a rule was written for it."""
+    if _is_zero(value):
+        return SymbolicZero(value.aval.update(dtype=aval.dtype))
+    if not hasattr(value, "dtype"):
+        return value
+    return jax.lax.convert_element_type(value, aval.dtype)
 
 
 def _dense(value: Any) -> Any:

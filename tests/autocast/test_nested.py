@@ -539,3 +539,31 @@ def test_a_pallas_kernel_with_a_rule(policy: str):
     value, gradient = jax.value_and_grad(autocast(loss, policy), argnums=1)(W, jnp.ones((4, 4)))
     assert value == 32
     np.testing.assert_array_equal(gradient, jnp.full((4, 4), 11.0))
+
+
+def test_a_rule_is_told_what_is_differentiated_and_used():
+    told: list[Any] = []
+
+    @jax.custom_vjp
+    def product(x, y):
+        return x @ y, jnp.sum(x)
+
+    def forward(x, y):
+        told.append((x.perturbed, y.perturbed))
+        return (x.value @ y.value, jnp.sum(x.value)), (x.value, y.value)
+
+    def backward(kept, cotangents):
+        told.append(tuple(type(cotangent).__name__ == "SymbolicZero" for cotangent in cotangents))
+        return cotangents[0] @ kept[1].T, kept[0].T @ cotangents[0]
+
+    product.defvjp(forward, backward, symbolic_zeros=True)
+
+    def func(w, x):
+        return jnp.sum(jnp.sin(product(x, w)[0]))
+
+    w, x = jnp.eye(3), jnp.ones((2, 3))
+    expected = jax.grad(func)(w, x)
+    without, told[:] = list(told), []
+    found = jax.grad(autocast(func, "bf16"))(w, x)
+    assert told == without == [(False, True), (False, True)]
+    assert jnp.allclose(found, expected, rtol=2**-7)
