@@ -284,7 +284,9 @@ def filter_value_and_grad(
         if not rewrites:
             return func(*args, **kwargs)
         state = None if recipe_state is None else recipe_state.slots(probes)
-        call = rewritten(func, settings, params=listed(params), keep=rules, state=state)
+        call = rewritten(
+            func, settings, params=listed(params), keep=rules, state=state, is_loss=True
+        )
         return call(*args, **kwargs)
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)

@@ -111,6 +111,7 @@ def rewritten(
     keep: Sequence[str] = (),
     every_rule: bool = True,
     state: Mapping[str, Slot | Off] | None = None,
+    is_loss: bool = False,
 ) -> Callable[..., Any]:
     """A function whose operations run as the settings say.
 
@@ -121,6 +122,8 @@ def rewritten(
         keep: Path rules for arguments that stay in float32.
         every_rule: Whether a rule that is for nothing in the function is an error.
         state: What a recipe's state has for each product, by name.
+        is_loss: Whether its first result is a loss, which stays float32 where parameters that are
+            stored in 16 bits would make 16 bits of it.
     """
 
     @functools.wraps(func)
@@ -133,7 +136,9 @@ def rewritten(
         outputs = call.plan.graph.outputs
         slots = None if state is None else placed(call.plan, state)
         results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs), slots=slots)
-        avals = map(call.plan.graph.aval, outputs)
+        avals = list(call.results)
+        if is_loss and avals:
+            avals[0] = call.plan.graph.aval(outputs[0])
         return call.rebuild([as_traced(*pair) for pair in zip(results, avals, strict=True)])
 
     return wrapped
@@ -144,6 +149,9 @@ def as_traced(value: Any, aval: Any) -> Any:
     if not isinstance(value, jax.Array):
         # A number that is written into the program.
         value = jnp.asarray(value, aval.dtype)
+    if value.dtype != aval.dtype:
+        # Made of parameters that are stored in 16 bits.
+        value = jax.lax.convert_element_type(value, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
         return value
     return jax.lax.convert_element_type_p.bind(

@@ -7,6 +7,7 @@ branches for every softmax.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -39,8 +40,9 @@ def _abstract(left: Any, right: Any, *, compute: np.dtype) -> Any:
 
 
 def _spread(tangent: Any, left: Any, right: Any) -> Any:
-    shape = np.broadcast_shapes(left.shape, right.shape)
-    return tangent if tangent.shape == shape else jax.numpy.broadcast_to(tangent, shape)
+    # NumPy knows no dimensions without a number, as `jax.export` has them.
+    shape = jnp.broadcast_shapes(left.shape, right.shape)
+    return tangent if tangent.shape == shape else jnp.broadcast_to(tangent, shape)
 
 
 _difference.def_impl(_exact)

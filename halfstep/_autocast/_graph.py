@@ -19,6 +19,7 @@ from halfstep._program.structures import Jit, Structure
 from halfstep._rules import plain_scope
 
 _S = TypeVar("_S", bound=Structure)
+_USUAL_BATCH = 1024
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
@@ -213,8 +214,13 @@ def _inlined(equation: core.JaxprEqn) -> ClosedJaxpr | None:
 
 
 def size(aval: Any) -> int:
-    """How many elements a value has."""
-    return math.prod(getattr(aval, "shape", ()))
+    """How many elements a value has.
+
+    A dimension that has no number yet, as `jax.export` has them, counts as if it were a usual
+    batch: sizes are compared with each other, to tell a row from what it is spread over.
+    """
+    shape = getattr(aval, "shape", ())
+    return math.prod(dim if isinstance(dim, int) else _USUAL_BATCH for dim in shape)
 
 
 def is_scalar_literal(operand: Operand) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.lax import bitcast_convert_type
 
+from halfstep._autocast._graph import size
 from halfstep._autocast._linear import gradient_by, linear, product_with
 from halfstep._recipe import Factor
 from halfstep.quant._scaled import inverse, power_of_two, saturated
@@ -36,7 +37,9 @@ class Kept(NamedTuple):
 
 def keep(value: Any, factor: Factor) -> Any:
     """An array as it is kept: in 8 bits if it is large and of 16."""
-    fits = value.ndim >= 2 and value.shape[-1] >= _LEAST_ROW and value.size >= _LEAST
+    row = value.shape[-1] if value.ndim >= 2 else 0
+    # A row without a number, of `jax.export`, may be a short one.
+    fits = isinstance(row, int) and row >= _LEAST_ROW and size(value) >= _LEAST
     if not fits or value.dtype.itemsize != 2 or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     # A masked score is infinite, and stays so: the largest of the others is what counts.

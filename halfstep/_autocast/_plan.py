@@ -1,8 +1,12 @@
 """Decide, before anything runs, in which precision every operation of a function runs."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
+from halfstep._autocast._bounds import LARGEST, bound
 from halfstep._autocast._decide import decide
 from halfstep._autocast._graph import Constant, Graph, is_traced, size
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
@@ -21,6 +25,8 @@ class _State:
         self.width: list[int] = [size(aval) for aval in graph.avals]
         self.levels: list[int] = []
         self.rounded: set[int] = set()
+        self.too_large: set[int] = set()
+        self.bounds: list[float] = [math.inf] * count
 
 
 def plan(
@@ -55,6 +61,8 @@ def plan(
     decisions = []
     # Effects keep their order: each comes after the one before it, as if it took its result.
     after_effects = 0
+    # Only float16 has a smaller range than float32.
+    limited = settings.compute == np.dtype(np.float16)
     for node in graph.nodes:
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
         level = max((state.after[value] for value in values), default=0)
@@ -70,12 +78,14 @@ def plan(
         if node.effects:
             after_effects = level + decision.barrier
         from_low = any(state.from_low[value] for value in values) or decision.barrier
+        largest = bound(node, graph, kinds, state.bounds) if limited else 0.0
         same_level = [value for value in values if state.after[value] == level]
         width = max((state.width[value] for value in same_level), default=0)
         for number, kind in zip(node.outs, decision.outs, strict=True):
             state.kinds[number] = kind
             state.after[number] = level + decision.barrier
             state.from_low[number] = from_low or kind.is_low
+            state.bounds[number] = largest
             own = size(graph.avals[number])
             state.width[number] = own if decision.barrier else max(own, width)
             # What has been reduced (a mean, a loss) is small, and stays as exact as it is.
@@ -86,7 +96,7 @@ def plan(
                 and not decision.barrier
                 and 2 * own >= state.width[number]
             ):
-                state.rounded.add(number)
+                (state.rounded if largest <= LARGEST else state.too_large).add(number)
     return Plan(
         graph,
         settings,
@@ -94,4 +104,5 @@ def plan(
         tuple(decisions),
         tuple(state.levels),
         frozenset(state.rounded),
+        frozenset(state.too_large),
     )

@@ -28,6 +28,8 @@ class Traced:
     """Makes what the function returns out of the plan's outputs."""
     program: ClosedJaxpr
     """What was traced."""
+    results: tuple[Any, ...]
+    """What each result is without autocast."""
 
 
 def trace(
@@ -73,7 +75,25 @@ def trace(
         for kind, aval in zip(kinds, avals, strict=True)
     ]
     made = plan(graph, of_dtype, settings)
-    return Traced(made, arrays, call.paths, call.rebuild, program)
+    results = program.out_avals
+    if any(stored):
+        results = _results(call, arrays, default=results)
+    return Traced(made, arrays, call.paths, call.rebuild, program, tuple(results))
+
+
+def _results(
+    call: Callable[..., Any], arrays: Sequence[Any], *, default: Sequence[Any]
+) -> Sequence[Any]:
+    """What a function returns that is given parameters in the dtype in which they are stored.
+
+    Where it cannot be called so, because it adds them to float32 and JAX is told to promote
+    nothing, or because a loop's carry would change its dtype, there is nothing to go by: then what
+    it returns for float32.
+    """
+    try:
+        return jax.make_jaxpr(call)(*arrays).out_avals
+    except (TypeError, jax.dtypes.TypePromotionError):
+        return default
 
 
 def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:

@@ -73,6 +73,8 @@ class Plan:
     """Of each operation: how many barriers lie before it at most."""
     rounded: frozenset[int]
     """Wide values that are held in the compute dtype once a barrier has been passed."""
+    too_large: frozenset[int] = frozenset()
+    """Wide values that would be, and stay float32: float16 may not hold them."""
 
     @property
     def has_barrier(self) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from halfstep._arguments import listed
 from halfstep._autocast._api import autocast, settings_of
+from halfstep._autocast._table import Rule
 from halfstep._autocast._trace import trace
 from halfstep._autocast._types import Settings
 from halfstep._explain._call import Call
@@ -220,6 +221,17 @@ def _own_casts(steps: list[Step]) -> int:
     return total
 
 
+def _stays_wide(step: Step) -> bool:
+    """Whether float16 would hold a result after the next contraction, were it known to fit."""
+    plan = step.place.plan
+    return any(
+        plan.levels[user] > plan.levels[step.index]
+        and plan.decisions[user].rule is not Rule.COMPUTE
+        for number in plan.too_large.intersection(step.node.outs)
+        for user in plan.graph.users[number]
+    )
+
+
 def _notes(steps: list[Step]) -> list[str]:
     notes = []
     labels = {label for step in steps for label in step.entry.within}
@@ -232,6 +244,12 @@ def _notes(steps: list[Step]) -> list[str]:
     kernels = sum(step.entry.name in ("pallas_call", "ffi_call") for step in steps)
     if kernels:
         notes.append(f"the FLOPs of {kernels} kernels are not counted")
+    wide = sum(_stays_wide(step) for step in steps)
+    if wide:
+        notes.append(
+            f"{wide} results of float32 operations that are read after the next contraction stay "
+            "float32: they may be larger than float16 holds"
+        )
     by = sorted({step.entry.by for step in steps if step.entry.by and step.entry.is_contraction})
     notes += [f"contractions decided by the rule {text}" for text in by]
     return notes

@@ -111,9 +111,19 @@ def test_a_function_that_is_given_nothing_else_is_written_for_it():
     half = jnp.ones((8, 8), jnp.bfloat16)
     func = halfstep.autocast(lambda w, x: x @ w, "bf16")
     assert func(half, half).dtype == jnp.bfloat16
-    # Parameters alone say nothing of what it is written for.
+    # Of parameters alone it makes what it makes without autocast, and adds up in float32.
     alone = halfstep.autocast(lambda w, i: jnp.sum(w[i]), "bf16")
-    assert alone(half, jnp.arange(3)).dtype == jnp.float32
+    assert alone(half, jnp.arange(3)).dtype == jnp.bfloat16
+
+
+def test_a_loss_of_parameters_in_16_bits_is_float32():
+    table = jnp.linspace(0, 1, 64).reshape(8, 8).astype(jnp.bfloat16)
+    loss, *_ = halfstep.filter_value_and_grad(lambda w, i: jnp.mean(w[i] ** 2))(
+        table, jnp.arange(8)
+    )
+    assert loss.dtype == jnp.float32
+    exact = jnp.mean(table.astype(jnp.float32) ** 2)
+    assert jnp.allclose(loss, exact, rtol=float(jnp.finfo(jnp.float32).eps) * 64)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "f8"])
@@ -129,3 +139,30 @@ def test_data_in_the_compute_dtype_meets_weights_in_float32(policy):
         found = contractions(halfstep.autocast(product, policy), w, x)
     assert low.dtype == jnp.float32
     assert found == ["bfloat16" if policy == "bf16" else "float8_e4m3fn"]
+
+
+def test_results_have_the_dtypes_that_they_have_without_it():
+    def step(params, x):
+        return {"w": params["w"] * 0.9}, jnp.sum(x @ params["w"].astype(jnp.float32))
+
+    params, x = {"w": jnp.ones((4, 4), jnp.bfloat16)}, jnp.ones((2, 4))
+    lowered = halfstep.autocast(step, "bf16")
+    assert lowered(params, x)[0]["w"].dtype == jnp.bfloat16
+    carried, _ = jax.lax.scan(lambda c, _: lowered(c, x), params, None, length=2)
+    assert jnp.allclose(carried["w"].astype(jnp.float32), 0.81, rtol=2**-7)
+
+
+def test_so_has_aux():
+    def loss(params, x):
+        return jnp.sum(x @ params["w"].astype(jnp.float32)), {"w": params["w"]}
+
+    params, x = {"w": jnp.ones((4, 4), jnp.bfloat16)}, jnp.ones((2, 4))
+    (value, aux), *_ = halfstep.filter_value_and_grad(loss, has_aux=True)(params, x)
+    assert aux["w"].dtype == jnp.bfloat16
+    assert value.dtype == jnp.float32
+
+
+def test_a_function_that_cannot_be_called_with_them_returns_float32():
+    # JAX is told to promote nothing here, so that float32 times bfloat16 is an error.
+    params, x = {"w": jnp.ones((4, 4), jnp.bfloat16)}, jnp.ones((2, 4))
+    assert halfstep.autocast(lambda p, x: x @ p["w"], "bf16")(params, x).dtype == jnp.float32
