@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 
 from halfstep._arguments import Arguments
 from halfstep._leaves import is_array
+from halfstep._state import set_variable, variables_in
 
 
 class FlatCall:
@@ -26,6 +27,8 @@ class FlatCall:
         self.paths = tuple(self.dynamic([leaf.path for leaf in self.arguments.leaves]))
         """Where in the call each array is, beginning with the parameter's name."""
         self._results: tuple[Any, list[Any], list[bool]] | None = None
+        self._variables = variables_in((args, kwargs))
+        self._changed: list[int] = []
 
     def dynamic(self, of_leaves: Sequence[Any]) -> list[Any]:
         """Of what is given for each leaf, what is given for the arrays."""
@@ -36,20 +39,45 @@ class FlatCall:
         return self.arguments.rebuild(_merged(self._leaves, self.is_dynamic, arrays))
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """The results' arrays."""
+        """The results' arrays, and those of variables that the function has changed in place."""
         args, kwargs = self.given(arrays)
+        variables = variables_in((args, kwargs))
+        before = [variable.get_raw_value() for variable in variables]
         results, treedef = jtu.tree_flatten(self._func(*args, **kwargs))
+        after = [variable.get_raw_value() for variable in variables]
+        self._changed = [
+            at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1]
+        ]
+        self._check_variables(variables_in((args, kwargs)))
         is_traced = [eqx.is_array(result) for result in results]
         others = [None if traced else x for x, traced in zip(results, is_traced, strict=True)]
         self._results = (treedef, others, is_traced)
-        return [x for x, traced in zip(results, is_traced, strict=True) if traced]
+        found = [x for x, traced in zip(results, is_traced, strict=True) if traced]
+        return [*found, *(after[at] for at in self._changed)]
+
+    def _check_variables(self, now: Sequence[Any]) -> None:
+        if len(now) != len(self._variables):
+            raise ValueError(
+                "the function gives an NNX module of its arguments other variables than it had "
+                f"({len(self._variables)} before, {len(now)} after; `sow` and the first call of a "
+                "cache do this), and these would be lost. Use "
+                "halfstep.integrations.nnx.value_and_grad, or call the module once before."
+            )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, out of the results' arrays; after it has been traced."""
+        """What the function returns, out of the results' arrays; after it has been traced.
+
+        Variables of NNX modules that the function has changed are changed then, as they are without
+        the rewriting.
+        """
         if self._results is None:
             # Internal: every caller traces first.
             raise RuntimeError("the call was not traced")
         treedef, others, is_traced = self._results
+        count = len(arrays) - len(self._changed)
+        for at, value in zip(self._changed, arrays[count:], strict=True):
+            set_variable(self._variables[at], value)
+        arrays = arrays[:count]
         return jtu.tree_unflatten(treedef, _merged(others, is_traced, arrays))
 
 

@@ -38,6 +38,31 @@ def is_state_node(node: Any) -> bool:
     return nnx is not None and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
 
 
+def variables_in(tree: Any) -> list[Any]:
+    """The variables of NNX modules in a tree, which functions change in place."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return [node for node in nodes if isinstance(node, nnx.Variable)]
+
+
+def set_variable(variable: Any, value: Any) -> None:
+    """Change a variable of an NNX module in place.
+
+    Raises:
+        ValueError: The variable belongs outside of the gradient function that is being traced.
+    """
+    try:
+        variable.set_raw_value(value)
+    except sys.modules["flax"].errors.TraceContextError as error:
+        raise ValueError(
+            f"the function changes a {type(variable).__name__} of an NNX module in place, and its "
+            "new value cannot leave the gradient function. Use "
+            "halfstep.integrations.nnx.value_and_grad, which takes modules in all arguments."
+        ) from error
+
+
 def marked_leaves(tree: Any, *, root: str = "") -> list[MarkedLeaf]:
     """The leaves of `tree` in JAX's order, each with its path and whether it is state."""
     marked: list[MarkedLeaf] = []
