@@ -95,7 +95,7 @@ def bound(node: Node, graph: Graph, kinds: Sequence[Kind], bounds: Sequence[floa
     ins = []
     for operand, kind in zip(node.ins, kinds, strict=True):
         if isinstance(operand, Constant):
-            ins.append(float(np.max(np.abs(np.asarray(operand.value, np.float64)), initial=0)))
+            ins.append(float(np.max(np.abs(np.asarray(operand.value)), initial=0)))
         else:
             # What is held in float16 is no larger than float16 is.
             ins.append(min(bounds[operand], LARGEST) if kind.is_low else bounds[operand])
