@@ -1,6 +1,7 @@
 """Functions with derivatives of their own, which stay theirs."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -113,6 +114,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     def func(*values: Any) -> Any:
         return tuple(run(inner, values, decision.outs))
 
+    @_without_closures()
     def forward(*primals: Any) -> Any:
         if custom.symbolic_zeros:
             values = [primal.value for primal in primals]
@@ -143,6 +145,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     shapes: list[tuple[Kind, Any]] = []
     outs = [inner.graph.aval(operand) for operand in inner.graph.outputs]
 
+    @_without_closures()
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         of_given = [*(kind for kind, _ in shapes), *decision.outs]
         types = [*(aval for _, aval in shapes), *outs]
@@ -184,6 +187,23 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     # results are used.
     func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
     return list(func(*operands))
+
+
+@contextlib.contextmanager
+def _without_closures() -> Iterator[None]:
+    """Say what to do about a rule that uses a value of the function around it.
+
+    JAX traces the rules when the gradient is made. What they close over was a value of the trace
+    that autocast has rewritten, which is over by then.
+    """
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(
+            "a rule of a custom_vjp function uses a value of the function that autocast rewrites, "
+            "and not as an argument: it is gone when the gradient is made (`jax.grad` of `jax.jit` "
+            "refuses this, too). Give it to the custom_vjp function as an argument."
+        ) from error
 
 
 def _is_zero(value: Any) -> bool:

@@ -157,6 +157,7 @@ def _totals(
         for entry in entries
         if entry.is_contraction and is_low(entry, compute)
     )
+    low += sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)
 
     def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
         if found is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -77,6 +78,9 @@ class ExplainEntry:
         in_f8: Whether a contraction multiplies numbers of 8 or 4 bits.
         refusal: Why the policy's recipe leaves a contraction out, or does not multiply it in few
             bits; empty if there is none.
+        inside_flops: FLOPs of the contractions in functions that the operation runs as they are
+            written, such as the solvers of `custom_linear_solve`, by dtype; loops of unknown length
+            count as one turn, and kernels are not counted.
 
     Example:
         ```python
@@ -107,6 +111,7 @@ class ExplainEntry:
     parameter: str = ""
     in_f8: bool = False
     refusal: str = ""
+    inside_flops: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def bytes_in(self) -> int:
@@ -153,4 +158,5 @@ class ExplainEntry:
             "parameter": self.parameter,
             "in_f8": self.in_f8,
             "refusal": self.refusal,
+            "inside_flops": dict(self.inside_flops),
         }

@@ -5,11 +5,16 @@ window, those on padding included. What is no contraction counts one FLOP an ele
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from halfstep._autocast._table import CONTRACTIONS, TABLE, Rule
+from halfstep._explain._entry import name_of
+from halfstep._program.control_flow import structure_of
+
+KERNELS = frozenset({"pallas_call", "ffi_call", "core_map"})
+"""What runs on blocks of its operands, as often as its grid says."""
 
 # Arithmetic by their rule, and yet nothing but choices and movement.
 _MOVEMENT = frozenset({"select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"})
@@ -29,6 +34,35 @@ def flops(name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> in
     if TABLE.get(name) not in (Rule.FLOAT32, Rule.WIDEST) or name in _MOVEMENT:
         return 0
     return max(elements(aval) for aval in (*ins, *outs))
+
+
+def flops_in(functions: Iterable[Any], times: int = 1) -> dict[str, int]:
+    """FLOPs of all contractions in functions, by the dtypes of their factors.
+
+    Args:
+        functions: Traced functions.
+        times: How often each runs.
+    """
+    total: dict[str, int] = {}
+
+    def add(found: Mapping[str, int], by: int = 1) -> None:
+        for name, count in found.items():
+            total[name] = total.get(name, 0) + count * by
+
+    for function in functions:
+        for equation in function.jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            structure = structure_of(name, params)
+            if name in CONTRACTIONS:
+                ins, outs = (
+                    [var.aval for var in found] for found in (equation.invars, equation.outvars)
+                )
+                factors = dict.fromkeys(name_of(aval.dtype) for aval in ins[:2])
+                add({" x ".join(factors): flops(name, params, ins, outs)}, times)
+            elif structure is not None and name not in KERNELS:
+                for inner in structure.inner():
+                    add(flops_in((inner.function,), inner.times), times)
+    return total
 
 
 def elements(aval: Any) -> int:

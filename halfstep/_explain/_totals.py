@@ -62,6 +62,8 @@ def contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
         if entry.is_contraction:
             name = entry.dtypes.partition(" -> ")[0]
             total[name] = total.get(name, 0) + entry.flops * entry.count
+        for name, count in entry.inside_flops.items():
+            total[name] = total.get(name, 0) + count * entry.count
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 

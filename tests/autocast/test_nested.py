@@ -567,3 +567,16 @@ def test_a_rule_is_told_what_is_differentiated_and_used():
     found = jax.grad(autocast(func, "bf16"))(w, x)
     assert told == without == [(False, True), (False, True)]
     assert jnp.allclose(found, expected, rtol=2**-7)
+
+
+def test_a_backward_rule_that_closes_over_an_argument_is_told_what_to_do():
+    def loss(w, x):
+        @jax.custom_vjp
+        def total(w):
+            return jnp.sum(x @ w)
+
+        total.defvjp(lambda w: (total(w), None), lambda _, g: (g * jnp.sum(x, 0),))
+        return total(w * 2)
+
+    with pytest.raises(ValueError, match="Give it to the custom_vjp function as an argument"):
+        jax.grad(autocast(loss, "bf16"))(jnp.ones(4), jnp.ones((8, 4)))

@@ -110,3 +110,33 @@ def test_a_function_without_a_gradient_is_explained_all_the_same():
     assert report.totals.stored is None
     assert any("stored for the backward pass is not known" in note for note in report.notes)
     assert report.totals.low == 1
+
+
+def test_contractions_of_a_solver_count_as_they_run():
+    def loss(w, x):
+        made, _ = jax.scipy.sparse.linalg.cg(lambda v: w @ (w.T @ v) + v, w @ x, maxiter=20)
+        return jnp.sum(made)
+
+    found = halfstep.explain(loss, "bf16")(jnp.eye(64), jnp.ones(64)).totals
+    product = 2 * 64 * 64
+    # One before the solver; those of the solver run as they are written.
+    assert found.contraction_flops["bf16"] == product
+    assert found.contraction_flops["f32"] >= 4 * product
+    assert found.low == product / sum(found.contraction_flops.values())
+
+
+def test_contractions_of_functions_with_their_own_mapping_count():
+    @jax.custom_batching.custom_vmap
+    def multiplied(x, w):
+        return x @ w
+
+    @multiplied.def_vmap
+    def _(size, batched, x, w):
+        raise NotImplementedError
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, _: (multiplied(h, w), None), x, None, length=3)[0])
+
+    found = halfstep.explain(loss, "bf16")(jnp.eye(64), jnp.eye(64)).totals
+    assert found.contraction_flops == {"f32": 3 * 2 * 64**3}
+    assert found.low == 0
