@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from halfstep._autocast._graph import Node, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._types import (
@@ -17,7 +19,7 @@ from halfstep._autocast._types import (
     without_islands,
     without_state,
 )
-from halfstep._program.structures import Jit, Remat, ShardMap
+from halfstep._program.structures import CustomVmap, Jit, Remat, ShardMap
 
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
@@ -63,14 +65,54 @@ def _run_jit(call: Call) -> list[Any]:
     return list(results)
 
 
+def _plan_custom_vmap(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    # JAX does not let gradients out of such a function but through its rule.
+    settings = without_state(without_islands(settings))
+    inner = plan(graph_of(node.structured(CustomVmap).function, node.scope), kinds, settings)
+    return nested(out_kinds(inner), (inner, tuple(kinds), plan))
+
+
+def _run_custom_vmap(call: Call) -> list[Any]:
+    node, decision, run = call.node, call.decision, call.run
+    inner, kinds, plan = decision.inner
+    custom = node.structured(CustomVmap)
+    avals = [inner.graph.avals[number] for number in inner.graph.inputs]
+
+    def rule(size: int, is_mapped: Sequence[bool], values: Sequence[Any]) -> tuple[Any, Any]:
+        found: list[bool] = []
+
+        def mapped(*given: Any) -> Sequence[Any]:
+            results, found[:] = custom.rule(size, is_mapped, given)
+            return results
+
+        # The rule is written for float32, as the function is.
+        traced = [
+            jax.ShapeDtypeStruct(value.shape, aval.dtype)
+            for value, aval in zip(values, avals, strict=True)
+        ]
+        made = plan(graph_of(jax.make_jaxpr(mapped)(*traced), node.scope), kinds, inner.settings)
+        return tuple(run(made, values, decision.outs)), tuple(found)
+
+    return list(
+        custom.bind(lambda *values: tuple(run(inner, values, decision.outs)), rule, *call.operands)
+    )
+
+
 RECOMPUTED = Remat.names
 PLANNERS = MappingProxyType(
     {
         **dict.fromkeys(RECOMPUTED, _plan_remat),
         **dict.fromkeys(ShardMap.names, _plan_shard_map),
         **dict.fromkeys(Jit.names, _plan_call),
+        **dict.fromkeys(CustomVmap.names, _plan_custom_vmap),
     }
 )
 RUNNERS = MappingProxyType(
-    {**dict.fromkeys(ShardMap.names, _run_shard_map), **dict.fromkeys(Jit.names, _run_jit)}
+    {
+        **dict.fromkeys(ShardMap.names, _run_shard_map),
+        **dict.fromkeys(Jit.names, _run_jit),
+        **dict.fromkeys(CustomVmap.names, _run_custom_vmap),
+    }
 )

@@ -11,7 +11,7 @@ from halfstep._autocast._graph import Constant
 from halfstep._autocast._table import CONTRACTIONS
 from halfstep._explain._places import Place, holds_functions, inside
 from halfstep._program.control_flow import bind_again
-from halfstep._program.structures import Cond, CustomJvp, CustomVjp, Jit, Remat, Scan
+from halfstep._program.structures import Cond, CustomJvp, CustomVjp, CustomVmap, Jit, Remat, Scan
 
 Key = tuple[int, ...]
 
@@ -67,7 +67,7 @@ class _Run:
         node = place.plan.graph.nodes[index]
         inner = list(inside(place, index))
         match node.structure:
-            case Jit() | Remat() | CustomJvp() | CustomVjp():
+            case Jit() | Remat() | CustomJvp() | CustomVjp() | CustomVmap():
                 return self.of(inner[0], operands)
             case Scan() as loop:
                 return self.scanned(loop, inner[0], operands)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
+import jax.tree_util as jtu
 from jax.extend import core
 
 from halfstep._jaxprs import ClosedJaxpr, closed, jaxprs_in
@@ -19,6 +20,7 @@ from halfstep._program.structures import (
     Cond,
     CustomJvp,
     CustomVjp,
+    CustomVmap,
     Jit,
     LinearSolve,
     Opaque,
@@ -136,6 +138,19 @@ def _shard_map(params: _Parameters) -> ShardMap:
     )
 
 
+def _custom_vmap(params: _Parameters) -> CustomVmap:
+    rule, tree = params["rule"], params["in_tree"]
+
+    def mapped(
+        size: int, is_mapped: Sequence[bool], values: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[bool]]:
+        made = rule(size, list(tree.unflatten(is_mapped)), *tree.unflatten(values))
+        results, found = map(jtu.tree_leaves, made)
+        return results, found
+
+    return CustomVmap(params.read("call", closed), params.primitive, mapped)
+
+
 def _custom_jvp(params: _Parameters) -> CustomJvp:
     function, consts = params.read("call_jaxpr", closed), params["num_consts"]
     trace = params["jvp_jaxpr_fun"]
@@ -206,6 +221,7 @@ _ROWS: tuple[tuple[type[Structure], Callable[[_Parameters], Structure]], ...] = 
     (Jit, _jit),
     (Remat, _remat),
     (ShardMap, _shard_map),
+    (CustomVmap, _custom_vmap),
     (CustomJvp, _custom_jvp),
     (CustomVjp, _custom_vjp),
     (LinearSolve, _linear_solve),

@@ -272,6 +272,24 @@ class ShardMap(_Call):
         )(*values)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomVmap(_Call):
+    """A function with `jax.custom_batching.custom_vmap`."""
+
+    names: ClassVar = ("custom_vmap_call",)
+    rule: Callable[[int, Sequence[bool], Sequence[Any]], tuple[Sequence[Any], Sequence[bool]]]
+    """Maps the function over an axis, which is the first one: given the axis' size, which operands
+    have it, and the operands, it makes the results, and says which of them have it."""
+
+    def bind(
+        self, func: Callable[..., Any], rule: Callable[..., tuple[Any, Any]], *values: Any
+    ) -> Any:
+        """Call another function that is mapped by another rule."""
+        made = jax.custom_batching.custom_vmap(func)
+        made.def_vmap(lambda size, is_mapped, *values: rule(size, is_mapped, values))
+        return made(*values)
+
+
 # Derivatives of their own.
 
 
@@ -329,7 +347,7 @@ class Opaque(Structure):
 
     names: ClassVar = (
         *("pallas_call", "core_map", "run_state"),
-        *("custom_vmap_call", "custom_partitioning", "composite", "linear_call"),
+        *("custom_partitioning", "composite", "linear_call"),
         *("call_hi_primitive", "xla_metadata_call"),
     )
     is_opaque: ClassVar = True

@@ -20,6 +20,7 @@ from halfstep._program.structures import (
     Cond,
     CustomJvp,
     CustomVjp,
+    CustomVmap,
     Jit,
     Remat,
     Scan,
@@ -221,7 +222,9 @@ def _avals(plan: Plan) -> list[Any]:
 
 _RUNNERS = MappingProxyType(
     {
-        **dict.fromkeys((*Remat.names, *CustomJvp.names, *CustomVjp.names, *Jit.names), _call),
+        **dict.fromkeys(
+            (*Remat.names, *CustomJvp.names, *CustomVjp.names, *CustomVmap.names, *Jit.names), _call
+        ),
         **dict.fromkeys(Scan.names, _scan),
         **dict.fromkeys(While.names, _while),
         **dict.fromkeys(Cond.names, _cond),

@@ -16,6 +16,7 @@ from halfstep._program.structures import (
     Cond,
     CustomJvp,
     CustomVjp,
+    CustomVmap,
     Jit,
     Remat,
     Scan,
@@ -199,7 +200,7 @@ def _shard_map(call: _Call) -> Results:
 _RUNNERS = MappingProxyType(
     {
         **dict.fromkeys(Remat.names, _remat),
-        **dict.fromkeys((*CustomJvp.names, *CustomVjp.names), _call),
+        **dict.fromkeys((*CustomJvp.names, *CustomVjp.names, *CustomVmap.names), _call),
         **dict.fromkeys(Scan.names, _scan),
         **dict.fromkeys(While.names, _while),
         **dict.fromkeys(Cond.names, _cond),

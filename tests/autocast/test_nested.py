@@ -580,3 +580,32 @@ def test_a_backward_rule_that_closes_over_an_argument_is_told_what_to_do():
 
     with pytest.raises(ValueError, match="Give it to the custom_vjp function as an argument"):
         jax.grad(autocast(loss, "bf16"))(jnp.ones(4), jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_a_function_with_its_own_mapping_is_mapped_by_its_rule(axes: tuple[int | None, int | None]):
+    called: list[tuple[bool, ...]] = []
+
+    @jax.custom_batching.custom_vmap
+    def multiplied(x, w):
+        return jnp.tanh(x @ w)
+
+    @multiplied.def_vmap
+    def _(size, is_mapped, x, w):
+        called.append(tuple(is_mapped))
+        inside = tuple(0 if mapped else None for mapped in is_mapped)
+        return jax.vmap(lambda x, w: jnp.tanh(x @ w), inside, axis_size=size)(x, w), True
+
+    func = autocast(lambda x, w: multiplied(x, w), "bf16", params=1)
+    x, w = jnp.ones((4, 8)) / 3, jnp.eye(8)
+    given = [
+        v if axis is None else jnp.stack([v, 2 * v]) for v, axis in zip((x, w), axes, strict=True)
+    ]
+    found = jax.vmap(func, axes)(*given)
+    assert called == [tuple(axis == 0 for axis in axes)]
+    expected = jax.vmap(lambda x, w: jnp.tanh(x @ w), axes)(*given)
+    assert found.dtype == jnp.float32
+    assert jnp.allclose(found, expected, rtol=2**-7)
+    assert not jnp.array_equal(found, expected)
+    program = str(jax.make_jaxpr(jax.vmap(func, axes))(*given))
+    assert "bf16" in program

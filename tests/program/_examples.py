@@ -138,7 +138,7 @@ EXAMPLES = {
     "custom_linear_solve": Example(solved, (X,), structures.LinearSolve),
     "custom_root": Example(root, (X,), _ROOT),
     "pallas_call": Example(kernel, (X,), structures.Opaque),
-    "custom_vmap": Example(own_vmap, (X,), structures.Opaque),
+    "custom_vmap": Example(own_vmap, (X,), structures.CustomVmap),
     "composite": Example(composite, (X,), structures.Opaque),
     "linear_call": Example(linear, (X,), structures.Opaque),
 }

@@ -108,6 +108,11 @@ def test_bound_again_with_its_own_functions_it_computes_the_same(name: str):
             np.testing.assert_array_equal(again[0], expected[0])
         case structures.Jit() | structures.ShardMap():
             made = found.bind(functions[0], *values)
+        case structures.CustomVmap():
+            made = found.bind(lambda *given: tuple(functions[0](*given)), found.rule, *values)
+            mapped, is_mapped = found.rule(2, [True], [jnp.stack([value] * 2) for value in values])
+            assert list(is_mapped) == [True]
+            np.testing.assert_array_equal(mapped[0][1], expected[0])
         case structures.CustomJvp():
             function, zeros = found.rule([False] * len(values))
             results = core.jaxpr_as_fun(function)(*values, *values)
