@@ -1,7 +1,7 @@
 """Functions with derivatives of their own, which stay theirs."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -190,7 +190,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _without_closures() -> Iterator[None]:
+def _without_closures() -> Generator[None]:
     """Say what to do about a rule that uses a value of the function around it.
 
     JAX traces the rules when the gradient is made. What they close over was a value of the trace

@@ -143,7 +143,8 @@ class While(Structure):
         of the batch, which `while_loop` does not take. The loop then runs until no element goes on,
         and those that have ended stay as they are.
         """
-        if not self.test.out_avals[0].shape:
+        (tested,) = self.test.jaxpr.outvars
+        if not getattr(tested.aval, "shape", ()):
             return jax.lax.while_loop(test, body, init)
 
         def chosen(carry: Any) -> Any:

@@ -52,10 +52,12 @@ def test_gradients_are_those_of_float32(islands: bool):
 def wide_and_low(func: Any, policy: str = "f16") -> tuple[set[str], set[str]]:
     """The makers of what stays float32 after a contraction, and of what does not."""
     plan = trace(func, settings_of(as_policy(policy)), (W, X), {}, params=[0], keep=()).plan
-    return tuple(
-        {plan.graph.nodes[index].name for index in map(plan.maker, numbers) if index is not None}
-        for numbers in (plan.too_large, plan.rounded)
-    )
+
+    def makers(numbers: frozenset[int]) -> set[str]:
+        found = map(plan.maker, numbers)
+        return {plan.graph.nodes[index].name for index in found if index is not None}
+
+    return makers(plan.too_large), makers(plan.rounded)
 
 
 BOUNDED = {

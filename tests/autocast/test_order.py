@@ -120,7 +120,7 @@ def test_a_mapped_loop_that_ends_by_its_data(policy: str, islands: bool):
     x = jnp.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [4.0, 4.0, 4.0]])
     value, turns = func(W, x)
     found, found_turns = jax.jit(autocast(func, islands, policy))(W, x)
-    assert found_turns.tolist() == turns.tolist() == [3, 2, 0]
+    assert np.asarray(found_turns).tolist() == np.asarray(turns).tolist() == [3, 2, 0]
     assert found == pytest.approx(float(value), rel=2**-7)
 
 
