@@ -135,7 +135,7 @@ def _is_wide(plan: Plan, index: int) -> bool:
 
 def _depends_on_low(plan: Plan, operand: int | Constant) -> bool:
     return not isinstance(operand, Constant) and (
-        plan.kinds[operand].is_low or operand in plan.rounded
+        plan.kinds[operand].is_low or operand in plan.rounded or operand in plan.too_large
     )
 
 
