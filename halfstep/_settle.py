@@ -57,6 +57,16 @@ def widened(value: Any, rounding: Rounding) -> Any:
     return _settle.bind(wide, dtype=value.dtype, only_cpu=rounding is Rounding.LOOSE_ON_CPU)
 
 
+def representable(value: Any, dtype: np.dtype) -> Any:
+    """The nearest numbers that a dtype has, still in float32: a cast to it changes nothing more.
+
+    Only for bfloat16; float16 has instructions of its own, and its casts are never undone.
+    """
+    if dtype != _BFLOAT16 or value.dtype != _FLOAT32:
+        return value
+    return _settle.bind(value, dtype=dtype, only_cpu=False)
+
+
 def cast(value: Any, dtype: np.dtype) -> Any:
     """A value in another dtype, which whoever reads it in float32 sees as rounded to that dtype.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +14,7 @@ from halfstep._autocast._contract import contract
 from halfstep._autocast._decide import bind_by
 from halfstep._autocast._difference import difference
 from halfstep._autocast._f8._site import OFF, Slots
-from halfstep._autocast._graph import Constant, Operand
+from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
@@ -21,11 +22,13 @@ from halfstep._autocast._repeats import island_signature, signature
 from halfstep._autocast._table import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast._types import FLOAT32, Call, Plan, held_dtype
 from halfstep._program.control_flow import bind_again
-from halfstep._settle import Rounding, cast, settled, widened
+from halfstep._settle import Rounding, cast, representable, settled, widened
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
 _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def run(
@@ -156,15 +159,25 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
         # Where a value has passed a barrier, all see what was stored of it.
         return widened(env.read(operand, dtype), plan.roundings[operand])
     if node.name in _SPREADS and _is_spread(plan, operand, kind, index):
-        # Spread in float32 and cast then: its gradient is added up in float32.
+        # Spread in float32 and cast then: its gradient is added up in float32. Rounded before that,
+        # where it is small: XLA would else keep what is rounded for every element.
         shape = plan.graph.avals[node.outs[0]].shape
-        value = jnp.broadcast_to(env.read(operand, FLOAT32), shape)
-        return settled(cast(value, decision.dtype))
-    if node.name in PASSING:
+        value = representable(env.read(operand, FLOAT32), decision.dtype)
+        return jax.lax.convert_element_type(jnp.broadcast_to(value, shape), decision.dtype)
+    if node.name in PASSING or _asks_for_a_sign(node):
         return env.read(operand, decision.dtype)
     is_product = node.name in CONTRACTIONS and decision.site is None
     by_product = is_product and plan.settings.residuals is None
     return env.read_settled(operand, decision.dtype, by_product=by_product)
+
+
+def _asks_for_a_sign(node: Node) -> bool:
+    """Whether an operation compares with zero, as the gradient of `relu` does.
+
+    No rounding changes a sign, and XLA would keep what is rounded beside what is not.
+    """
+    zeros = (isinstance(other, Constant) and not np.any(other.value) for other in node.ins)
+    return node.name in _COMPARISONS and any(zeros)
 
 
 def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
