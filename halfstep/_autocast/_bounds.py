@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast._graph import Constant, Graph, Node, size
@@ -95,8 +96,15 @@ def bound(node: Node, graph: Graph, kinds: Sequence[Kind], bounds: Sequence[floa
     ins = []
     for operand, kind in zip(node.ins, kinds, strict=True):
         if isinstance(operand, Constant):
-            ins.append(float(np.max(np.abs(np.asarray(operand.value)), initial=0)))
+            ins.append(_size_of(np.asarray(operand.value)))
         else:
             # What is held in float16 is no larger than float16 is.
             ins.append(min(bounds[operand], LARGEST) if kind.is_low else bounds[operand])
     return rule(ins, node, graph)
+
+
+def _size_of(value: np.ndarray) -> float:
+    """The largest size in a constant; nothing is known of what is no number, such as float0."""
+    if not jnp.issubdtype(value.dtype, np.number) and value.dtype != np.dtype(bool):
+        return math.inf
+    return float(np.max(np.abs(value), initial=0))
