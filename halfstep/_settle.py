@@ -44,17 +44,13 @@ class Rounding(enum.IntEnum):
 
 def settled(value: Any, rounding: Rounding = Rounding.LOOSE) -> Any:
     """A value in the compute dtype, as whoever reads it from memory sees it."""
-    if rounding is Rounding.SETTLED or value.dtype not in _LOW:
-        return value
-    return _settle.bind(value, dtype=value.dtype, only_cpu=rounding is Rounding.LOOSE_ON_CPU)
+    return _written_out(value, value.dtype, rounding)
 
 
 def widened(value: Any, rounding: Rounding) -> Any:
     """The same, in float32."""
     wide = jax.lax.convert_element_type(value, _FLOAT32)
-    if rounding is Rounding.SETTLED or value.dtype not in _LOW:
-        return wide
-    return _settle.bind(wide, dtype=value.dtype, only_cpu=rounding is Rounding.LOOSE_ON_CPU)
+    return _written_out(wide, value.dtype, rounding)
 
 
 def representable(value: Any, dtype: np.dtype) -> Any:
@@ -64,7 +60,7 @@ def representable(value: Any, dtype: np.dtype) -> Any:
     """
     if dtype != _BFLOAT16 or value.dtype != _FLOAT32:
         return value
-    return _settle.bind(value, dtype=dtype, only_cpu=False)
+    return _written_out(value, dtype, Rounding.LOOSE)
 
 
 def cast(value: Any, dtype: np.dtype) -> Any:
@@ -75,8 +71,15 @@ def cast(value: Any, dtype: np.dtype) -> Any:
     float16 is never undone: its readers have instructions for that dtype.
     """
     if dtype == _BFLOAT16 and value.dtype == _FLOAT32:
-        value = _settle.bind(value, dtype=_BFLOAT16, only_cpu=True)
+        value = _written_out(value, dtype, Rounding.LOOSE_ON_CPU)
     return jax.lax.convert_element_type(value, dtype)
+
+
+def _written_out(value: Any, dtype: np.dtype, rounding: Rounding) -> Any:
+    """A value whose rounding to a dtype of 16 bits is part of the program, if it has to be."""
+    if rounding is Rounding.SETTLED or dtype not in _LOW:
+        return value
+    return _settle.bind(value, dtype=dtype, only_cpu=rounding is Rounding.LOOSE_ON_CPU)
 
 
 def _rounded(value: Any, *, dtype: np.dtype, only_cpu: bool) -> Any:

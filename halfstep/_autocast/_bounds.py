@@ -15,6 +15,7 @@ import numpy as np
 
 from halfstep._autocast._graph import Constant, Graph, Node, size
 from halfstep._autocast._kinds import Kind
+from halfstep._autocast._table import PASSING
 
 LARGEST = float(np.finfo(np.float16).max)
 
@@ -55,8 +56,17 @@ def _clamped(ins: Sequence[float], *_: Any) -> float:
     return min(value, max(low, high))
 
 
+# Operations that hand values on and take several of them; the others take one, and then indices.
+_OF_SEVERAL = frozenset(
+    {
+        *("max", "min", "concatenate", "stack", "pad", "optimization_barrier", "device_put"),
+        *("pmax", "pmin", "dynamic_update_slice", "scatter"),
+    }
+)
 _RULES: Mapping[str, _Rule] = MappingProxyType(
     {
+        **dict.fromkeys((*PASSING, "convert_element_type"), _first),
+        **dict.fromkeys(_OF_SEVERAL, _largest),
         **dict.fromkeys(("tanh", "logistic", "erf", "sin", "cos", "sign"), lambda *_: 1.0),
         "erfc": lambda *_: 2.0,
         **dict.fromkeys(("add", "sub", "add_any"), lambda ins, *_: sum(ins)),
@@ -67,16 +77,6 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
         "sqrt": lambda ins, *_: math.sqrt(ins[0]),
         "clamp": _clamped,
         "select_n": lambda ins, *_: max(ins[1:]),
-        **dict.fromkeys(("max", "min", "concatenate", "stack", "pad"), _largest),
-        **dict.fromkeys(
-            (
-                *("neg", "abs", "copy", "copy_p", "stop_gradient", "convert_element_type", "name"),
-                *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice"),
-                *("dynamic_slice", "rev", "gather", "reduce_max", "reduce_min", "cummax", "cummin"),
-                *("split", "unstack", "tile", "sharding_constraint", "optimization_barrier"),
-            ),
-            _first,
-        ),
     }
 )
 
@@ -98,13 +98,13 @@ def bound(node: Node, graph: Graph, kinds: Sequence[Kind], bounds: Sequence[floa
         if isinstance(operand, Constant):
             ins.append(_size_of(np.asarray(operand.value)))
         else:
-            # What is held in float16 is no larger than float16 is.
+            # A value that is stored in float16 is at most float16's maximum.
             ins.append(min(bounds[operand], LARGEST) if kind.is_low else bounds[operand])
     return rule(ins, node, graph)
 
 
 def _size_of(value: np.ndarray) -> float:
-    """The largest size in a constant; nothing is known of what is no number, such as float0."""
+    """The largest magnitude in a constant; infinite for a constant without numbers (float0)."""
     if not jnp.issubdtype(value.dtype, np.number) and value.dtype != np.dtype(bool):
         return math.inf
     return float(np.max(np.abs(value), initial=0))

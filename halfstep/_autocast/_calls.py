@@ -16,6 +16,7 @@ from halfstep._autocast._types import (
     Settings,
     nested,
     out_kinds,
+    with_own_rules,
     without_islands,
     without_state,
 )
@@ -68,9 +69,8 @@ def _run_jit(call: Call) -> list[Any]:
 def _plan_custom_vmap(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    # JAX does not let gradients out of such a function but through its rule.
-    settings = without_state(without_islands(settings))
-    inner = plan(graph_of(node.structured(CustomVmap).function, node.scope), kinds, settings)
+    function = node.structured(CustomVmap).function
+    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan))
 
 

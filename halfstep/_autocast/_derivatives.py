@@ -19,22 +19,16 @@ from halfstep._autocast._types import (
     Settings,
     nested,
     out_kinds,
-    without_islands,
-    without_state,
+    with_own_rules,
 )
 from halfstep._program.structures import CustomJvp, CustomVjp
-
-
-def _inside(settings: Settings) -> Settings:
-    # JAX does not let gradients out of such a function but by its own rule.
-    return without_state(without_islands(settings))
 
 
 def _plan_custom_jvp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
     function = node.structured(CustomJvp).function
-    inner = plan(graph_of(function, node.scope), kinds, _inside(settings))
+    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
 
 
@@ -63,7 +57,7 @@ def _run_custom_jvp(call: Call) -> list[Any]:
         given = [*primals[consts:], *(tangents[i] for i in moving)]
         of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
         positions = range(len(primals) - consts, len(given))
-        made = plan(graph, of_given, _inside(call.settings), tangents=positions)
+        made = plan(graph, of_given, with_own_rules(call.settings), tangents=positions)
         of_tangents = [k for k, zero in zip(decision.outs, out_zeros, strict=True) if not zero]
         results = run(made, given, [*decision.outs, *of_tangents])
         count = len(decision.outs)
@@ -99,14 +93,14 @@ def _plan_custom_vjp(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
     function = node.structured(CustomVjp).function
-    inner = plan(graph_of(function, node.scope), kinds, _inside(settings))
+    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
     return nested(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
 def _run_custom_vjp(call: Call) -> list[Any]:
     node, decision, operands, run = call.node, call.decision, call.operands, call.run
     inner, kinds, plan = decision.inner
-    custom, settings = node.structured(CustomVjp), _inside(call.settings)
+    custom, settings = node.structured(CustomVjp), with_own_rules(call.settings)
     consts = custom.consts
     avals = [inner.graph.avals[number] for number in inner.graph.inputs]
 

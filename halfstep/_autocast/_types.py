@@ -194,6 +194,11 @@ def without_islands(settings: Settings) -> Settings:
     return dataclasses.replace(settings, islands=False)
 
 
+def with_own_rules(settings: Settings) -> Settings:
+    """For functions with their own derivatives or mapping, which gradients leave by rules only."""
+    return without_state(without_islands(settings))
+
+
 def without_state(settings: Settings) -> Settings:
     """For the inside of what a recipe's state does not reach."""
     return dataclasses.replace(settings, has_state=False)

@@ -20,6 +20,7 @@ from halfstep._explain._entry import name_of
 from halfstep._explain._f8 import summarized
 from halfstep._explain._few_bits import lowered_with_state
 from halfstep._explain._finding import merged
+from halfstep._explain._flops import KERNELS
 from halfstep._explain._magnitudes import magnitudes
 from halfstep._explain._places import Place
 from halfstep._explain._promotion import promotions
@@ -242,7 +243,7 @@ def _notes(steps: list[Step]) -> list[str]:
         notes.append("all branches of a cond are counted")
     if "shard_map" in labels:
         notes.append("inside of shard_map the figures are those of one device")
-    kernels = sum(step.entry.name in ("pallas_call", "ffi_call") for step in steps)
+    kernels = sum(step.entry.name in KERNELS for step in steps)
     if kernels:
         notes.append(f"the FLOPs of {kernels} kernels are not counted")
     wide = sum(_stays_wide(step) for step in steps)

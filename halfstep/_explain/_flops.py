@@ -36,18 +36,13 @@ def flops(name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> in
     return max(elements(aval) for aval in (*ins, *outs))
 
 
-def flops_in(functions: Iterable[Any], times: int = 1) -> dict[str, int]:
-    """FLOPs of all contractions in functions, by the dtypes of their factors.
-
-    Args:
-        functions: Traced functions.
-        times: How often each runs.
-    """
+def flops_in(functions: Iterable[Any]) -> dict[str, int]:
+    """FLOPs of all contractions in traced functions, by the dtypes of their factors."""
     total: dict[str, int] = {}
 
-    def add(found: Mapping[str, int], by: int = 1) -> None:
+    def add(found: Mapping[str, int], times: int = 1) -> None:
         for name, count in found.items():
-            total[name] = total.get(name, 0) + count * by
+            total[name] = total.get(name, 0) + count * times
 
     for function in functions:
         for equation in function.jaxpr.eqns:
@@ -58,10 +53,10 @@ def flops_in(functions: Iterable[Any], times: int = 1) -> dict[str, int]:
                     [var.aval for var in found] for found in (equation.invars, equation.outvars)
                 )
                 factors = dict.fromkeys(name_of(aval.dtype) for aval in ins[:2])
-                add({" x ".join(factors): flops(name, params, ins, outs)}, times)
+                add({" x ".join(factors): flops(name, params, ins, outs)})
             elif structure is not None and name not in KERNELS:
                 for inner in structure.inner():
-                    add(flops_in((inner.function,), inner.times), times)
+                    add(flops_in((inner.function,)), inner.times)
     return total
 
 

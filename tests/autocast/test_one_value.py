@@ -150,7 +150,9 @@ def test_a_recomputed_island_sees_what_the_forward_pass_saw():
     """The derivative of `exp` is `exp` again: computed twice, of one rounded number."""
 
     def exponentials(shift, w, x):
-        return jnp.exp(x @ w + w[:1] + shift)
+        made = jnp.exp(x @ w + w[:1] + shift)
+        # A contraction follows, so that it is an island in the middle of a function.
+        return made, made @ w
 
     w, x = argument_of("normed")
     func = halfstep.autocast(exponentials, "bf16", params=1)
@@ -158,9 +160,8 @@ def test_a_recomputed_island_sees_what_the_forward_pass_saw():
 
     @as_users_compile
     def both(shift):
-        # A contraction follows, so that it is an island in the middle of a function.
-        made, back = jax.vjp(lambda shift: func(shift, w, x), shift)
-        return made, back(jnp.ones_like(made))[0]
+        (made, product), back = jax.vjp(lambda shift: func(shift, w, x), shift)
+        return made, back((jnp.ones_like(made), jnp.zeros_like(product)))[0]
 
     made, slope = both(shift)
     assert np.array_equal(slope, made)
