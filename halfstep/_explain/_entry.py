@@ -111,7 +111,7 @@ class ExplainEntry:
     parameter: str = ""
     in_f8: bool = False
     refusal: str = ""
-    inside_flops: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    inside_flops: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def bytes_in(self) -> int:
