@@ -10,8 +10,8 @@ import sys
 from benchmarks._page import update
 from benchmarks._report import table
 from halfstep._autocast import GROUPS, TABLE
-from halfstep._autocast._decide import _PLANNERS, _WHOLE
-from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, Rule
+from halfstep._autocast._decide import _NEVER_AGAIN, _PLANNERS
+from halfstep._autocast._table import CONTRACTIONS, Rule
 
 PAGE = pathlib.Path(__file__).parents[1] / "operations.md"
 
@@ -27,7 +27,7 @@ DTYPES = {
 def rows() -> list[dict[str, str]]:
     """One for each primitive, by its name."""
     reasons = {name: why for _, why, names in GROUPS for name in names}
-    whole = CONTRACTIONS | COLLECTIVES | _WHOLE
+    whole = CONTRACTIONS | _NEVER_AGAIN
     found = [
         {
             "name": f"`{name}`",

@@ -13,15 +13,17 @@ from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._eligible import site_of
 from halfstep._autocast._graph import Graph, Node, Operand, is_scalar_literal, size
 from halfstep._autocast._kinds import Kind, is_subject, join
-from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, TABLE, Rule
+from halfstep._autocast._picks import PICKS, is_read_by_products_only, picking_factor
+from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Planner, Settings, held_dtype
 from halfstep._jaxprs import jaxprs_in
 from halfstep._keep import KEEP_SCOPE
 from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
 
 _PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
-# Dear to repeat; and what `jax.checkpoint` is told to save, which must not vanish in an island.
-_WHOLE = frozenset({"pallas_call", "name"})
+# Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not
+# vanish in an island.
+_NEVER_AGAIN = COLLECTIVES | DEAR | {"name"}
 _KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
 
 
@@ -42,7 +44,7 @@ def decide(
     make = functools.partial(
         _decision, [graph.avals[number] for number in node.outs], compute, known=known, by=by
     )
-    barrier = node.effects or not known or node.name in COLLECTIVES or node.name in _WHOLE
+    barrier = node.effects or not known or node.name in _NEVER_AGAIN
     if nested:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
@@ -97,11 +99,17 @@ def _contraction(
     asks = _asks_for_precision(node) or Kind.KEPT in kinds[:2]
     if rule in (Rule.FLOAT32, Rule.AS_TRACED) or not lowers or asks:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
+    picking = None if chosen else picking_factor(node, graph)
+    is_wide = picking is not None and kinds[1 - picking] is Kind.WIDE
+    if is_wide and not is_read_by_products_only(node, graph):
+        return make(Rule.FOLLOW, FLOAT32, Kind.WIDE, barrier=True)
     wide = rule is Rule.ACCUMULATE or settings.accumulate
     out = Kind.WIDE if wide else Kind.LOW
     decision = make(Rule.COMPUTE, settings.compute, out, barrier=True)
     if settings.recipe is None:
         return decision
+    if picking is not None:
+        return dataclasses.replace(decision, refusal=PICKS)
     # How a result is handed on does not say what it is made of.
     by = "" if rule is Rule.ACCUMULATE else chosen
     site = site_of(node, graph, kinds, settings, by, FLOAT32 if wide else settings.compute)

@@ -223,6 +223,9 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
             return [contract(node.primitive, params, operands, **types, kept=kept)]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
+    if decision.rule is Rule.FOLLOW and node.name in CONTRACTIONS:
+        # The product only picks. In the default precision accelerators round float32 factors.
+        params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     return bind_again(node.primitive, params, operands)
 
 

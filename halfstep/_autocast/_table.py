@@ -25,6 +25,22 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+_SPARSE = _names(
+    "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general "
+    "coo_matvec coo_matmat coo_spmv coo_spmm csr_matvec csr_matmat csr_spmv csr_spmm "
+    "bcoo_sum_duplicates bcoo_todense bcsr_todense coo_todense csr_todense todense"
+)
+_KERNELS = _names(
+    "pallas_call ffi_call tpu_custom_call mosaic_gpu_p cudnn_fusion scaled_dot scaled_matmul "
+    "scaled_matmul_wrapper rnn_fwd rnn_bwd dot_product_attention_fwd "
+    "dot_product_attention_fwd_wrapper dot_product_attention_bwd "
+    "dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd "
+    "dot_product_attention_fp8_bwd_wrapper call call_exported compute_on noinline vprim "
+    "announce_jaxpr stage fused_call mpmd_map custom_lin custom_jvp_call_jaxpr remat_opt "
+    "unreachable call_hi_primitive_linearized halfstep_contraction halfstep_linear "
+    "halfstep_difference halfstep_flash_update"
+)
 _ROWS = (
     (
         Rule.COMPUTE,
@@ -51,8 +67,9 @@ _ROWS = (
             "reduce_sum reduce_prod cumsum cumprod reduce_window_sum reduce_window reduce "
             "scatter-min scatter-max scatter_min scatter_max scatter-add scatter_add "
             "scatter-mul scatter_mul scatter-sub select_and_scatter select_and_scatter_add "
-            "select_and_gather_add psum psum_invariant psum2 "
-            "reduce_scatter"
+            "select_and_gather_add psum psum_invariant psum_start psum_invariant_start psum_done "
+            "unreduced_psum unreduced_psum_start reduce_scatter reduce_scatter_start "
+            "reduce_scatter_done unreduced_reduce_scatter unreduced_reduce_scatter_start"
         ),
     ),
     (
@@ -71,15 +88,21 @@ _ROWS = (
         _names(
             "fft cholesky eig eigh hessenberg householder_product lu qr schur svd "
             "symmetric_product triangular_solve tridiagonal tridiagonal_solve geqrf geqp3 "
-            "linear_solve"
+            "linear_solve cholesky_update ormqr spsolve"
         ),
+    ),
+    (
+        Rule.FLOAT32,
+        "products of sparse matrices, which add up in the dtype of their factors",
+        _SPARSE,
     ),
     (
         Rule.WIDEST,
         "arithmetic on several operands",
         _names(
             "add sub mul add_any max min clamp select_n concatenate stack pad "
-            "dynamic_update_slice scatter eq ne lt le gt ge eq_to le_to lt_to"
+            "dynamic_update_slice scatter eq ne lt le gt ge eq_to le_to lt_to select_if_vmap "
+            "maybe_set"
         ),
     ),
     (
@@ -93,7 +116,15 @@ _ROWS = (
             "sharding_constraint mesh_cast reshard pvary pcast all_gather "
             "all_gather_invariant all_to_all ppermute pbroadcast pmax pmin device_put "
             "reduce_precision split unstack tile reduce_and reduce_or reduce_xor broadcast_to "
-            "halfstep_settle"
+            "all_gather_start all_gather_done all_gather_reduced all_gather_reduced_start "
+            "all_to_all_start all_to_all_done ragged_all_to_all ppermute_start ppermute_done "
+            "pbroadcast_start pbroadcast_done pbroadcast_dynamic unreduced_pmax unreduced_pmin "
+            "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+            "vary_unreduced_cast_p shard_alike layout_constraint relayout "
+            "with_memory_space_constraint xla_metadata_value bcoo_extract bcoo_fromdense "
+            "bcoo_sort_indices bcoo_transpose bcsr_extract bcsr_fromdense coo_fromdense "
+            "csr_fromdense zeros_like nonbatchable nondifferentiable_backward nontraceable "
+            "unvmap_max halfstep_settle"
         ),
     ),
     (
@@ -105,8 +136,32 @@ _ROWS = (
             "random_gamma threefry2x32 rng_bit_generator rng_uniform iota empty empty2 "
             "axis_index and or xor not shift_left shift_right_logical "
             "shift_right_arithmetic population_count clz real imag conj debug_callback "
-            "debug_print pure_callback io_callback pallas_call ffi_call platform_index "
+            "debug_print pure_callback io_callback platform_index "
             "call_hi_primitive dimension_size dim_as_value shape_assertion"
+        ),
+    ),
+    (
+        Rule.AS_TRACED,
+        "mutable arrays and what orders effects",
+        _names(
+            "new_ref empty_ref free_ref freeze get swap addupdate accum_grad_in_ref pin unpin "
+            "create_linear new_variable get_variable set_variable new_box box_get box_set new_log "
+            "log_read log_extend create_token after_all dce_sink tie program_order check "
+            "inspect_sharding buffer_callback psend precv consume assert_consumed_value"
+        ),
+    ),
+    (
+        Rule.AS_TRACED,
+        "kernels, products in formats of their own, and functions that run as they are written",
+        _KERNELS,
+    ),
+    (
+        Rule.AS_TRACED,
+        "whole numbers, keys and what tells hosts apart",
+        _names(
+            "lu_pivots_to_permutation mulhi threefry4x32 philox2x32 philox4x32 iota_2x32_shape "
+            "to_edtype from_edtype unvmap_all unvmap_any global_array_to_host_local_array "
+            "host_local_array_to_global_array"
         ),
     ),
 )
@@ -132,10 +187,18 @@ PASSING = frozenset(
 )
 """What hands values on: rounded before or after, its result is the same."""
 
+DEAR = frozenset({*_SPARSE, *_KERNELS})
+"""What is no contraction of JAX's own, and as dear to compute again."""
+
 COLLECTIVES = frozenset(
     _names(
-        "psum psum_invariant psum2 pmax pmin all_gather all_gather_invariant "
-        "all_to_all ppermute pbroadcast reduce_scatter"
+        "psum psum_invariant psum_start psum_invariant_start psum_done unreduced_psum "
+        "unreduced_psum_start pmax pmin unreduced_pmax unreduced_pmin all_gather "
+        "all_gather_invariant all_gather_reduced all_gather_start all_gather_reduced_start "
+        "all_gather_done all_to_all all_to_all_start all_to_all_done ragged_all_to_all ppermute "
+        "ppermute_start ppermute_done pbroadcast pbroadcast_start pbroadcast_done "
+        "pbroadcast_dynamic psend precv reduce_scatter reduce_scatter_start reduce_scatter_done "
+        "unreduced_reduce_scatter unreduced_reduce_scatter_start"
     )
 )
 """Communication, which is never repeated."""

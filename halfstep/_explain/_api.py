@@ -20,7 +20,7 @@ from halfstep._explain._entry import name_of
 from halfstep._explain._f8 import summarized
 from halfstep._explain._few_bits import lowered_with_state
 from halfstep._explain._finding import merged
-from halfstep._explain._flops import KERNELS
+from halfstep._explain._flops import is_unseen
 from halfstep._explain._magnitudes import magnitudes
 from halfstep._explain._places import Place
 from halfstep._explain._promotion import promotions
@@ -31,6 +31,7 @@ from halfstep._explain._totals import ExplainTotals, contraction_flops, is_low, 
 from halfstep._explain._walk import Step, walk
 from halfstep._explain._written import low_reductions, model_copies, stored_float32
 from halfstep._policy import Policy, as_policy
+from halfstep._tables import size
 
 _MEBIBYTE = 2**20
 
@@ -243,9 +244,14 @@ def _notes(steps: list[Step]) -> list[str]:
         notes.append("all branches of a cond are counted")
     if "shard_map" in labels:
         notes.append("inside of shard_map the figures are those of one device")
-    kernels = sum(step.entry.name in KERNELS for step in steps)
-    if kernels:
-        notes.append(f"the FLOPs of {kernels} kernels are not counted")
+    unseen = [step.entry for step in steps if is_unseen(step.node.name, step.node.params)]
+    if unseen:
+        moved = sum((entry.bytes_in + entry.bytes_out) * entry.count for entry in unseen)
+        names = ", ".join(sorted({f"`{entry.name}`" for entry in unseen}))
+        notes.append(
+            f"what runs in {names} is not in the traced program and not counted; it reads and "
+            f"writes {size(moved)}"
+        )
     wide = sum(_stays_wide(step) for step in steps)
     if wide:
         notes.append(

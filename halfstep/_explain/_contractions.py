@@ -27,7 +27,7 @@ def unlowered(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
         if entry.bytes_in + entry.bytes_out < min_bytes or entry.by:
             continue
         decision = step.place.plan.decisions[step.index]
-        if entry.is_contraction and decision.rule is not Rule.COMPUTE:
+        if entry.is_contraction and decision.rule not in (Rule.COMPUTE, Rule.FOLLOW):
             wide = [value for value in entry.ins[:2] if value.dtype in ("f32", "f64")]
             kept = Kind.KEPT in [step.place.kind(step.index, value) for value in step.node.ins[:2]]
             if not wide or kept:

@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._kinds import Kind
+from halfstep._autocast._picks import PICKS
 from halfstep._autocast._table import CONTRACTIONS, GROUPS, TABLE, Rule
 from halfstep._autocast._types import Decision
 from halfstep._explain._entry import name_of
@@ -53,6 +54,8 @@ def not_lowered(place: Place, index: int) -> str:
     precision = node.params.get("precision")
     dtypes = {place.plan.graph.aval(operand).dtype for operand in node.ins[:2]}
     names = " and ".join(sorted(map(name_of, dtypes)))
+    if place.plan.decisions[index].rule is Rule.FOLLOW:
+        return PICKS
     if names != "f32":
         return f"its operands are written in {names}"
     if Kind.KEPT in [place.kind(index, operand) for operand in node.ins[:2]]:

@@ -13,7 +13,7 @@ from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import FLOAT32, Plan, held_dtype
 from halfstep._explain._entry import ExplainEntry, typed
 from halfstep._explain._few_bits import factor_dtypes, multiplies
-from halfstep._explain._flops import KERNELS, flops, flops_in
+from halfstep._explain._flops import flops, inside_flops
 from halfstep._explain._places import Place, holds_functions, inside
 from halfstep._explain._reasons import parameter, reason
 from halfstep._explain._sources import Finder, Source
@@ -95,14 +95,8 @@ def _entry(
         parameter=parameter(place, index) if contracts else "",
         in_f8=in_f8,
         refusal=why if decision.site is not None and not in_f8 else decision.refusal,
-        inside_flops=_inside_flops(node),
+        inside_flops=inside_flops(node.name, node.params, ins, outs),
     )
-
-
-def _inside_flops(node: Node) -> dict[str, int]:
-    if node.structure is None or node.name in KERNELS:
-        return {}
-    return flops_in(inner.function for inner in node.structure.inner())
 
 
 def taken(plan: Plan, index: int, position: int) -> np.dtype | None:

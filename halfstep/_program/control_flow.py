@@ -7,6 +7,7 @@ and never look at those parameters themselves, so that a rename is one edit here
 `tests/program/test_control_flow.py` walks every row against the installed JAX.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -205,6 +206,12 @@ def _linear_solve(params: _Parameters) -> LinearSolve:
 
 
 def _opaque(params: _Parameters) -> Opaque:
+    if params.primitive == "pallas_call":
+        # A dimension that is only known at run time counts as one block.
+        grid = params.read("grid_mapping", lambda found: tuple(found.grid))
+        blocks = math.prod(size for size in grid if isinstance(size, int))
+        # Not the functions in `grid_mapping`, which say where blocks lie.
+        return Opaque(params.primitive, (params.read("jaxpr", closed),), blocks)
     if params.primitive != "call_hi_primitive":
         return Opaque(params.primitive, tuple(jaxprs_in(params.params)))
     # One primitive for all operations that are written as classes (`jax.experimental.hijax`).

@@ -354,7 +354,11 @@ class Opaque(Structure):
     is_opaque: ClassVar = True
     label: str
     functions: tuple[ClosedJaxpr, ...]
+    times: int = 1
+    """How often they run: for a kernel as often as its grid has blocks."""
 
     def inner(self) -> tuple[Inner, ...]:
         """What runs in it."""
-        return tuple(Inner(function, self.label, None) for function in self.functions)
+        return tuple(
+            Inner(function, self.label, None, times=self.times) for function in self.functions
+        )

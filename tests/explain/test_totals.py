@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl, sparse as jsparse
+from jax.extend.core import Primitive
 
 import halfstep
 from tests.explain._functions import W, X, shape
@@ -140,3 +142,81 @@ def test_contractions_of_functions_with_their_own_mapping_count():
     found = halfstep.explain(loss, "bf16")(jnp.eye(64), jnp.eye(64)).totals
     assert found.contraction_flops == {"bf16": 3 * 2 * 64**3}
     assert found.low == 1
+
+
+def test_products_of_sparse_matrices_count():
+    sparse = jsparse.BCOO.fromdense(jnp.eye(64), nse=100)
+
+    def loss(w: Any, data: Any, x: Any) -> Any:
+        return jnp.sum(jsparse.BCOO((data, sparse.indices), shape=(64, 64)) @ (x @ w))
+
+    found = halfstep.explain(loss, "bf16")(jnp.ones((64, 8)), sparse.data, jnp.eye(64)).totals
+    assert found.contraction_flops == {"bf16": 2 * 64 * 64 * 8, "f32": 2 * 100 * 8}
+    assert found.low == 64 * 64 / (64 * 64 + 100)
+
+
+def test_products_of_sampled_places_count():
+    indices = jnp.zeros((10, 2), jnp.int32)
+
+    def func(w: Any, x: Any) -> Any:
+        numbers = (((1,), (0,)), ((), ()))
+        return jsparse.bcoo_dot_general_sampled(x, w, indices, dimension_numbers=numbers)
+
+    assert totals(func, shape(8, 4), shape(2, 8)).contraction_flops == {"f32": 2 * 10 * 8}
+
+
+def test_complex_products_count():
+    def func(w: Any, x: Any) -> Any:
+        return jnp.abs((x @ w).astype(jnp.complex64) @ jnp.ones((4, 2), jnp.complex64))
+
+    found = totals(func, shape(8, 4), shape(2, 8))
+    assert found.contraction_flops == {"bf16": 2 * 2 * 8 * 4, "complex64": 2 * 2 * 4 * 2}
+    assert found.low == 8 / (8 + 2)
+
+
+def blocks(kernel: Any, x: Any, y: Any) -> Any:
+    """A kernel on 4 by 2 blocks of a product of 32 x 32 by 32 x 32."""
+    return pl.pallas_call(
+        kernel,
+        grid=(4, 2),
+        in_specs=[
+            pl.BlockSpec((8, 32), lambda i, j: (i, 0)),
+            pl.BlockSpec((32, 16), lambda i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((8, 16), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((32, 32), jnp.float32),
+        interpret=True,
+    )(x, y)
+
+
+def test_products_in_kernels_count_as_often_as_their_grid_says():
+    def kernel(x: Any, y: Any, out: Any) -> None:
+        out[...] = x[...] @ y[...]
+
+    report = halfstep.explain(lambda w, x: jnp.sum(blocks(kernel, x, x @ w)), "bf16")(
+        jnp.eye(32), jnp.eye(32)
+    )
+    assert report.totals.contraction_flops == {"bf16": 2 * 32**3, "f32": 2 * 32**3}
+    assert not any("not counted" in note for note in report.notes)
+
+
+def test_what_is_in_functions_of_unknown_operations_counts():
+    called = Primitive("called_by_a_test")
+    called.def_abstract_eval(lambda x, *, function: x)
+    function = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(16))
+    found = totals(lambda x: jnp.sum(called.bind(x, function=function)), jnp.eye(16))
+    assert found.contraction_flops == {"f32": 2 * 16**3}
+    assert found.low == 0
+
+
+def test_what_cannot_be_seen_is_noted_with_its_size():
+    def func(w: Any, x: Any) -> Any:
+        return jax.pure_callback(
+            lambda y: y @ y, jax.ShapeDtypeStruct((64, 64), jnp.float32), x @ w
+        )
+
+    report = halfstep.explain(func, "bf16")(shape(64, 64), shape(64, 64))
+    assert (
+        "what runs in `pure_callback` is not in the traced program and not counted; it reads and "
+        "writes 32.0 KiB"
+    ) in report.notes
