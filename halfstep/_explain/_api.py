@@ -15,7 +15,8 @@ from halfstep._autocast._trace import trace
 from halfstep._autocast._types import Settings
 from halfstep._explain._call import Call
 from halfstep._explain._casts import casts, is_float
-from halfstep._explain._contractions import ranges, unknown, unlowered
+from halfstep._explain._contractions import FLOAT16, ranges, unknown, unlowered
+from halfstep._explain._cotangents import scale_sensitive
 from halfstep._explain._entry import name_of
 from halfstep._explain._f8 import summarized
 from halfstep._explain._few_bits import lowered_with_state
@@ -120,6 +121,8 @@ def explain(
             findings += model_copies(steps, parameter_bytes, min_bytes)
             findings += unknown(steps, min_bytes)
             findings += ranges(steps)
+            if settings.compute == FLOAT16 and stored is not None:
+                findings += scale_sensitive(call, own, finder)
             # What a rule of the user's has made wide, or another finding speaks of, is known.
             known = {finding.source for finding in findings}
             known |= {entry.source for entry in entries if entry.by}

@@ -14,7 +14,7 @@ class ExplainFinding:
 
     Attributes:
         kind: `"promotion"`, `"low-precision reduction"`, `"float32 residual"`, `"model copy"`,
-            `"contraction not lowered"`, `"unknown operation"` or `"range"`.
+            `"contraction not lowered"`, `"unknown operation"`, `"range"` or `"loss scale"`.
         source: The line of the user's code.
         scope: The `jax.named_scope`s around it.
         what: What happens there.
