@@ -73,8 +73,8 @@ def scale_sensitive(call: Call, params: Sequence[int], finder: Finder) -> Iterat
             f"`{equation.primitive.name}` of a cotangent is not linear: with a loss scale it is "
             "given other numbers",
             "Float16 needs a loss scale, and gradients would depend on it.",
-            "clip gradients after they are unscaled, in the optimizer; use bf16, which needs no loss "
-            "scale; or give the rule the scale.",
+            "clip gradients after they are unscaled, in the optimizer; use bf16, which needs no "
+            "loss scale; or give the rule the scale.",
             aval.size * aval.dtype.itemsize,
         )
 
