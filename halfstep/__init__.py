@@ -62,6 +62,7 @@ from halfstep._recipe import (
     Factor as Factor,
     Recipe as Recipe,
 )
+from halfstep._reports import Report as Report
 from halfstep._rules import (
     Operation as Operation,
     PrecisionRule as PrecisionRule,

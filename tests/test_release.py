@@ -84,7 +84,12 @@ def test_workflows():
         assert tuple(steps[1]["with"]["python-version"].split()) == TESTED_PYTHON
         assert {"run": "bash .ci/run"} in steps
     nightly = load(".github/workflows/nightly.yml")["jobs"]["jax"]
-    assert [row["options"] for row in nightly["strategy"]["matrix"]["include"]] == ["", "--pre"]
+    rows = nightly["strategy"]["matrix"]["include"]
+    assert [(row["options"], row["tests"]) for row in rows] == [
+        ("", "not slow"),
+        ("--pre", "not slow"),
+        ("", "slow"),
+    ]
     assert nightly["steps"][1]["with"]["python-version"] == TESTED_PYTHON[-1]
     assert "pip install --upgrade ${{ matrix.options }} jax jaxlib" in nightly["steps"][2]["run"]
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):

@@ -30,6 +30,9 @@ BLOCK = re.compile(
 )
 
 
+COMPILED = ("README.md", "gradient-release.md", "optimizers.md", "preflight.md")
+
+
 class Block(NamedTuple):
     options: str
     code: str
@@ -79,10 +82,11 @@ def run(sources: list[Block], name: str, tmp_path: pathlib.Path) -> int:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-# On every change the README is run from the built wheel, as its readers do (`.ci/run`).
+# On every change the README is run from the built wheel, as its readers do (`.ci/run`). Pages whose
+# snippets are compiled for many accelerators are run every night and before a release.
 @pytest.mark.parametrize(
     "page",
-    slow_unless(PAGES, lambda page: page.name != "README.md"),
+    slow_unless(PAGES, lambda page: page.name not in COMPILED),
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_pages(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):

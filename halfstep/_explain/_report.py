@@ -1,9 +1,7 @@
 """The answer to: why is this float32?"""
 
 import dataclasses
-import json
 import os
-import pathlib
 from typing import Any
 
 from halfstep._explain._entry import ExplainEntry
@@ -13,10 +11,11 @@ from halfstep._explain._html import html
 from halfstep._explain._text import misses, summary, table
 from halfstep._explain._totals import ExplainTotals
 from halfstep._recipe import Recipe
+from halfstep._reports import Report
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ExplainReport:
+class ExplainReport(Report):
     """What runs in which precision, why, and what is wrong with it.
 
     `print(report)` shows the totals, the findings and a table of the operations by source line; a
@@ -57,9 +56,6 @@ class ExplainReport:
         parts = [summary(self), *map(str, self.findings), self.table()]
         return "\n\n".join(parts)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         return html(self)
 
@@ -95,13 +91,6 @@ class ExplainReport:
             "operations": [entry.to_dict() for entry in self.operations],
             "notes": list(self.notes),
         }
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON; also written to a file if a path is given."""
-        text = json.dumps(self.to_dict(), indent=2)
-        if path is not None:
-            pathlib.Path(path).write_text(text + "\n")
-        return text
 
     def check(
         self,

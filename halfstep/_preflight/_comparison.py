@@ -2,9 +2,6 @@
 
 import dataclasses
 import html as escaping
-import json
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +9,7 @@ from halfstep._explain import LintError
 from halfstep._preflight._causes import causes
 from halfstep._preflight._changes import FIGURES, Change, changes
 from halfstep._preflight._entry import PreflightEntry
+from halfstep._reports import Report
 from halfstep._tables import aligned, html_table, percent, size
 
 _MOST = 40
@@ -62,7 +60,7 @@ class EntryComparison:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PreflightComparison:
+class PreflightComparison(Report):
     """What changed between two reports; `report.compare(before)` makes one.
 
     `print(comparison)` shows a table, a notebook the same as HTML.
@@ -116,9 +114,6 @@ class PreflightComparison:
         lines = self._lines()
         return "\n\n".join([*parts, "\n".join(lines)] if lines else parts)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         rows, parts = self._rows(), list[str]()
         if rows:
@@ -138,13 +133,6 @@ class PreflightComparison:
             "only_before": [list(key) for key in self.only_before],
             "only_after": [list(key) for key in self.only_after],
         }
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """All changes as JSON; also written to a file if a path is given."""
-        text = json.dumps(self.to_dict(), indent=2)
-        if path is not None:
-            pathlib.Path(path).write_text(text + "\n")
-        return text
 
     def check(self, *, peak: float | int) -> None:
         """Raise if an entry got worse; for tests and CI.

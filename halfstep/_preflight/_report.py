@@ -1,9 +1,7 @@
 """The answer to: will it fit?"""
 
 import dataclasses
-import json
 import os
-import pathlib
 from typing import Any
 
 from halfstep._explain import LintError
@@ -15,11 +13,12 @@ from halfstep._preflight._html import html
 from halfstep._preflight._plot import plot
 from halfstep._preflight._saved import load
 from halfstep._preflight._text import detail, table
+from halfstep._reports import Report
 from halfstep._tables import size
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PreflightReport:
+class PreflightReport(Report):
     """What the compilers say about a step, for each target and variant.
 
     `print(report)` shows a table, a notebook the same as HTML; `report["h100"]` is one entry, or
@@ -79,9 +78,6 @@ class PreflightReport:
     def __str__(self) -> str:
         return table(self.entries)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         return html(self.entries)
 
@@ -92,13 +88,6 @@ class PreflightReport:
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values."""
         return {"entries": [entry.to_dict() for entry in self.entries]}
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """All figures as JSON; also written to a file if a path is given."""
-        text = json.dumps(self.to_dict(), indent=2)
-        if path is not None:
-            pathlib.Path(path).write_text(text + "\n")
-        return text
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "PreflightReport":

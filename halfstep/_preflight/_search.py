@@ -1,15 +1,20 @@
 """The largest batch that fits, by doubling and then halving."""
 
 import dataclasses
+import html as escaping
 from collections.abc import Callable
+from typing import Any
 
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError, PreflightError
-from halfstep._tables import size
+from halfstep._reports import Report
+from halfstep._tables import aligned, html_table, size
+
+_HEAD = (("batch", True), ("peak", True), ("verdict", False))
 
 
-@dataclasses.dataclass(frozen=True)
-class LargestBatch:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LargestBatch(Report):
     """The largest batch that fits, and all that was tried to find it.
 
     Attributes:
@@ -46,11 +51,36 @@ class LargestBatch:
         return dataclasses.replace(self.entry, variant=variant)
 
     def __str__(self) -> str:
-        lines = [f"{self.entry.target}: the largest batch is {self.batch}"]
-        for batch, entry in sorted(self.tried.items()):
-            verdict = "fits" if entry.fits else "does not fit"
-            lines.append(f"{batch:>8}  {size(entry.peak_bytes):>12}  {verdict}")
-        return "\n".join(lines)
+        rows = [[name for name, _ in _HEAD], *self._rows]
+        return f"{self._headline}\n{aligned(rows, [is_number for _, is_number in _HEAD])}"
+
+    def _repr_html_(self) -> str:
+        numbers = [is_number for _, is_number in _HEAD]
+        rows = [list(zip(row, numbers, strict=True)) for row in self._rows]
+        good = [entry.fits for _, entry in sorted(self.tried.items())]
+        return (
+            f'<div style="overflow-x:auto"><p>{escaping.escape(self._headline)}</p>'
+            f"{html_table(_HEAD, rows, good)}</div>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "batch": self.batch,
+            "entry": self.entry.to_dict(),
+            "tried": {str(batch): entry.to_dict() for batch, entry in sorted(self.tried.items())},
+        }
+
+    @property
+    def _headline(self) -> str:
+        return f"{self.entry.target}: the largest batch is {self.batch}"
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [
+            [str(batch), size(entry.peak_bytes), "fits" if entry.fits else "does not fit"]
+            for batch, entry in sorted(self.tried.items())
+        ]
 
 
 def search(

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 from halfstep._policy import Policy
+from halfstep._reports import Report
 from halfstep._rules import PrecisionRule
 from halfstep._tables import aligned, html_table
 from halfstep._version import __version__
 from halfstep.debug._comparison_text import share
-from halfstep.debug._json import as_json
 
 _HEAD = (("rule", False), ("lines", False))
 # So many lines are named.
@@ -48,7 +48,7 @@ class Needed:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Bisection:
+class Bisection(Report):
     """Which parts must stay wide, and the policy that says so.
 
     Attributes:
@@ -108,9 +108,6 @@ class Bisection:
             parts.append(f"policy: {self.policy}")
         return "\n\n".join(parts)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         parts = [f"<p>{escaping.escape(self._headline)}, {self.compiles} compiles</p>"]
         if self.needed:
@@ -132,10 +129,6 @@ class Bisection:
             "candidates": self.candidates,
             "compiles": self.compiles,
         }
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON, infinite numbers as text; also written to a file if one is given."""
-        return as_json(self.to_dict(), path)
 
     @property
     def _headline(self) -> str:

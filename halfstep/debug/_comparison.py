@@ -4,11 +4,11 @@ import dataclasses
 import os
 from typing import Any
 
+from halfstep._reports import Report
 from halfstep.debug._added import gain
 from halfstep.debug._comparison_plot import plot
 from halfstep.debug._comparison_text import html, text
 from halfstep.debug._deviation import Distance, distance
-from halfstep.debug._json import as_json
 from halfstep.debug._site import Site
 
 
@@ -111,7 +111,7 @@ class GradientDeviation:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Report):
     """Where a policy departs from float32.
 
     `print(report)` shows where error is added, most first, and the gradients; a notebook shows the
@@ -160,9 +160,6 @@ class Comparison:
     def __str__(self) -> str:
         return text(self)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         return html(self)
 
@@ -175,10 +172,6 @@ class Comparison:
             "gradient": self.gradient._asdict() if self.gradients else None,
             "gradients": [one.to_dict() for one in self.gradients],
         }
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON, infinite numbers as text; also written to a file if one is given."""
-        return as_json(self.to_dict(), path)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the errors in the order of a run, and those of the gradients, into a PNG.

@@ -1,13 +1,14 @@
 """The first value that is not finite: what, where, out of what, and what to do."""
 
 import dataclasses
-import json
+import html as escaping
 import math
 from typing import Any
 
 import numpy as np
 
 from halfstep._autocast._graph import Constant
+from halfstep._reports import Report
 from halfstep.debug._advice import advice, which_of
 from halfstep.debug._layout import Layout
 from halfstep.debug._origin import Origin, turns_of
@@ -108,8 +109,8 @@ class Operand:
         return f"{self.site}: {self.range}"
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
+@dataclasses.dataclass(frozen=True, repr=False)
+class NonFinite(Report):
     """Where values that are not finite began.
 
     `print(found)` says it in a few lines.
@@ -204,9 +205,8 @@ class NonFinite:
             "advice": self.advice,
         }
 
-    def to_json(self) -> str:
-        """Everything as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
+    def _repr_html_(self) -> str:
+        return f'<pre style="overflow-x:auto">{escaping.escape(str(self))}</pre>'
 
 
 def finding(layout: Layout, rows: np.ndarray, found: Origin) -> NonFinite:

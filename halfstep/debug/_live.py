@@ -1,11 +1,9 @@
 """`Live`: what a training loop shows while it runs."""
 
 import collections
-import json
 import math
 import operator
 import os
-import pathlib
 import time
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -13,6 +11,7 @@ from typing import Any, SupportsIndex
 import jax
 
 from halfstep._ledger import Ledger
+from halfstep._reports import Report
 from halfstep._scaling import NoLossScaling
 from halfstep.debug import _live_text as texts
 from halfstep.debug._live_history import History
@@ -29,7 +28,7 @@ _WAITING = 128
 _PAUSE = 0.1
 
 
-class Live:
+class Live(Report):
     """A training loop's loss, loss scale, skips, underflow and overflow, while it runs.
 
     `update` does not wait for the device: it keeps copies of the numbers, and reads them in a later
@@ -209,19 +208,20 @@ class Live:
     def to_dict(self) -> dict[str, Any]:
         """The history as plain values. It waits for what was given."""
         self.flush()
-        latest = {k: v if math.isfinite(v) else str(v) for k, v in self._latest.items()}
         worst = {
             name: {"share": found.share, "step": step, "site": found.site.to_dict()}
             for name, (found, step) in self._worst.items()
         }
-        return {"step": self.step, "latest": latest, "worst": worst, **self._history.to_dict()}
+        return {
+            "step": self.step,
+            "latest": dict(self._latest),
+            "worst": worst,
+            **self._history.to_dict(),
+        }
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The history as JSON; also written to a file if one is given. It waits."""
-        made = json.dumps(self.to_dict())
-        if path is not None and self._is_first:
-            pathlib.Path(path).write_text(made + "\n")
-        return made
+        """The history as JSON; process 0 also writes it to a file if one is given. It waits."""
+        return super().to_json(path if self._is_first else None)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the history into a PNG: a panel for each kind of number. It waits.

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from halfstep._reports import Report
 from halfstep.debug._finding import NonFinite, finding
 from halfstep.debug._html import html
-from halfstep.debug._json import as_json
 from halfstep.debug._layout import Layout
 from halfstep.debug._origin import origin
 from halfstep.debug._parents import Parents
@@ -64,7 +64,7 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DebugReport:
+class DebugReport(Report):
     """Where it began, and what came before.
 
     `print(report)` shows the first bad site, what to do, and the last steps at it and before it; a
@@ -107,9 +107,6 @@ class DebugReport:
     def __str__(self) -> str:
         return text(self)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         return html(self)
 
@@ -123,10 +120,6 @@ class DebugReport:
             "shown": [trace.to_dict() for trace in self.shown],
             "sites": [trace.to_dict() for trace in self.sites],
         }
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON, infinite numbers as text; also written to a file if one is given."""
-        return as_json(self.to_dict(), path)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw sites and steps as a map of magnitudes, into a PNG.

@@ -77,7 +77,13 @@ every_row = pytest.mark.parametrize(
 )
 
 
-@every_row
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    slow_unless(
+        [(name, policy) for name in OPERATIONS for policy in ("bf16", "f16")],
+        lambda name, policy: policy == "bf16" and name in IN_BOTH,
+    ),
+)
 def test_on_the_result_of_a_product(name: str, policy: str):
     operation = OPERATIONS[name]
 

@@ -132,6 +132,7 @@ def pallas_call(w, x):
     return jnp.mean(jnp.tanh(_pallas_product(x, w[0])) ** 2)
 
 
+FEW = ("remat in scan", "cond", "custom_vjp", "ragged_dot")
 ROWS = {
     "scan": Row(scan, "scan x3"),
     "remat in scan": Row(remat_in_scan, "scan x3"),
@@ -146,6 +147,15 @@ ROWS = {
     "pallas": Row(pallas_call, "custom_vjp_call", low=False, recorded=False),
 }
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+# What records every operation compiles for seconds: a loop, a branch, a rule and a call on every
+# change, and all rows before a release.
+few_rows = pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=() if name in FEW else pytest.mark.slow, id=name)
+        for name, row in ROWS.items()
+    ],
+)
 
 
 def data() -> tuple[jax.Array, jax.Array]:
@@ -204,7 +214,7 @@ def test_explain(row: Row, policy: str):
         assert [entry.name for entry in inside if entry.name == "pallas_call"]
 
 
-@every_row
+@few_rows
 def test_record(row: Row):
     args = data()
     recorder = debug.record(jax.value_and_grad(row.loss), sites="ops")
@@ -218,7 +228,7 @@ def test_record(row: Row):
     assert (row.label in places) == (bool(row.label) and row.recorded and not own)
 
 
-@every_row
+@few_rows
 def test_first_nonfinite(row: Row):
     w, x = data()
     assert debug.first_nonfinite(row.loss, w, x) is None
@@ -230,7 +240,7 @@ def test_first_nonfinite(row: Row):
         assert row.label in found.site.within
 
 
-@every_row
+@few_rows
 def test_compare(row: Row):
     report = debug.compare(row.loss, "bf16", sites="ops")(*data())
     rounding = halfstep.FORMATS["bf16"].eps

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import halfstep
 from halfstep import FORMATS, debug
 from halfstep.debug._deviation import absent, added, distance, sums, was_computed
+from tests._rows import slow_unless
 
 EPS = FORMATS["bf16"].eps
 
@@ -87,7 +88,9 @@ def _shard_map(w, x):
 PROGRAMS = (_plain, _scan, _while, _cond, _remat, _derivatives, _jit, _shard_map)
 
 
-@pytest.mark.parametrize("func", PROGRAMS)
+@pytest.mark.parametrize(
+    "func", slow_unless(PROGRAMS, lambda func: func in (_plain, _scan, _derivatives, _shard_map))
+)
 def test_both_sides_are_what_they_are_alone(func):
     args = _data()
     report = debug.compare(func, "bf16", sites="ops", gradients=func is not _while)(*args)
@@ -200,6 +203,7 @@ def test_modules_and_other_results():
     assert debug.compare(lambda w, x: x @ w, "bf16")(*_data()).gradients == ()
 
 
+@pytest.mark.slow
 def test_recipes():
     keys = jax.random.split(jax.random.key(0))
     args = jax.random.normal(keys[0], (32, 32)), jax.random.normal(keys[1], (16, 32))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from examples._notebooks import NAMES, execute, read
+from tests._rows import slow_unless
 from tests.preflight._compilers import need
 
 # The kernel talks to the test over the loopback, and says that it does so unencrypted.
@@ -21,7 +22,7 @@ def kinds(notebook: Any) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name == "convert_a_model"))
 def test_it_runs_and_shows_what_is_kept(name: str):
     if name == "will_it_fit":
         need("cuda")

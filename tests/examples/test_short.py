@@ -81,6 +81,7 @@ def test_options_that_cannot_be(tmp_path: pathlib.Path, capsys: pytest.CaptureFi
         plain_jax.main(["--data", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_experts(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     sizes = "--steps 8 --width 32 --layers 1 --heads 2 --tokens 32 --batch 8 --experts 4"
     more = f"--text 20000 --log-every 1 --eval-every 8 --learning-rate 0.01 --out {tmp_path}"

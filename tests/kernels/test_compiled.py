@@ -102,6 +102,7 @@ def step(leaf: Leaf, grad: Any, by: Scalars) -> Leaf:
     return flash_update(leaf, grad, by, Spec("adam", groups))
 
 
+@pytest.mark.slow
 def test_preflight_takes_what_each_gpu_would(own_cache: Any) -> None:
     need("cuda")
     targets = ["h100", "a100-80gb"]
@@ -117,6 +118,7 @@ def test_preflight_takes_what_each_gpu_would(own_cache: Any) -> None:
         assert all(a is not None and a <= b for a, b in zip(found, limit, strict=True))
 
 
+@pytest.mark.slow
 def test_preflight_lowers_once_what_is_the_same_for_all_gpus(
     monkeypatch: pytest.MonkeyPatch, own_cache: Any
 ) -> None:

@@ -1,10 +1,9 @@
 """Ten changes are planted in programs that real compilers compile; the comparison names each."""
 
-import concurrent.futures
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 
 import halfstep
 from halfstep import PreflightReport
+from tests._rows import slow_unless
 from tests.preflight._compilers import need
 from tests.preflight._planted import BATCH, HIDDEN, WIDTH, Step, in_policy, momentum, over_four
 
@@ -140,28 +140,34 @@ PLANTED: dict[str, Planted] = {
 }
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreflightReport]:
-    """Every program compiled once, two at a time: each compile is a process that mostly waits."""
-    need("cuda")
-    need("tpu")
-    folder = tmp_path_factory.mktemp("cache")
+class Reports(dict[str, PreflightReport]):
+    """Programs by name, each compiled when it is first asked for."""
 
-    def compiled(program: Program) -> PreflightReport:
-        return halfstep.preflight(
+    def __missing__(self, name: str) -> PreflightReport:
+        program = PROGRAMS[name]
+        need("tpu" if program.target.startswith("v") else "cuda")
+        self[name] = halfstep.preflight(
             *program.make(),
             targets=program.target,
             donate_argnums=program.donate,
             progress=False,
             **dict(program.options),
         )
-
-    with pytest.MonkeyPatch.context() as patch, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        patch.setenv("HALFSTEP_CACHE_DIR", str(folder))
-        return dict(zip(PROGRAMS, pool.map(compiled, PROGRAMS.values()), strict=True))
+        return self[name]
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reports]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFSTEP_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield Reports()
+
+
+# Steps of their own, which take a third of the time.
+SLOW = ("f8", "no f8", "wire", "wider", "tpu", "tpu state")
+
+
+@pytest.mark.parametrize("name", slow_unless(PLANTED, lambda name: PLANTED[name].after not in SLOW))
 def test_a_planted_change_is_named(name: str, reports: dict[str, PreflightReport]):
     planted = PLANTED[name]
     comparison = reports[planted.after].compare(reports[planted.before])
@@ -209,7 +215,9 @@ def test_another_jax(reports: dict[str, PreflightReport], tmp_path: pathlib.Path
     assert "Compile the old step with the new versions" in str(reports["batch"].compare(path))
 
 
-@pytest.mark.parametrize("name", ["momentum", "f8", "wire", "tpu"])
+@pytest.mark.parametrize(
+    "name", slow_unless(["momentum", "f8", "wire", "tpu"], lambda name: name not in SLOW)
+)
 def test_nothing_changed(name: str, reports: dict[str, PreflightReport], tmp_path: pathlib.Path):
     report = reports[name]
     report.to_json(tmp_path / "same.json")

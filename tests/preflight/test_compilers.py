@@ -160,6 +160,7 @@ def test_a_pallas_kernel(way: str):
     assert "not counted" in entry.notes[0]
 
 
+@pytest.mark.slow
 def test_a_mesh_whose_axes_split_those_of_the_slice():
     need("tpu")
     mesh = {"data": 64, "model": 4}
@@ -178,6 +179,7 @@ def test_a_mesh_whose_axes_split_those_of_the_slice():
     assert [c.kind for c in entry.collectives or ()] == ["all-reduce"]
 
 
+@pytest.mark.slow
 def test_a_tpu_step_that_does_not_fit():
     need("tpu")
 

@@ -240,7 +240,7 @@ def compiled(target: str, policy: str, **settings: Any) -> halfstep.PreflightRep
 
 TARGETS = [
     pytest.param("h100", "cuda", id="h100"),
-    pytest.param("b200", "cuda", id="b200"),
+    pytest.param("b200", "cuda", id="b200", marks=pytest.mark.slow),
     pytest.param("tpu7x", "tpu", id="tpu7x"),
 ]
 
@@ -261,6 +261,7 @@ def test_all_products_of_a_dense_model(target: str, platform: str):
     assert all(line.startswith("test_f8.py:") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_products_by_the_library():
     need("cuda")
@@ -304,6 +305,7 @@ def test_what_a_gpu_without_units_makes_of_it():
         report.check(f8=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_tpu_without_units():
     need("tpu")

@@ -1,6 +1,7 @@
 """Factors in few bits: scales, saturation, blocks, rotation."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from halfstep import RECIPES, Factor, quant
 from halfstep.quant import _scaled
+from tests._rows import slow_unless
 
 E4, E5 = Factor(element="e4m3"), Factor(element="e5m2")
 MX = RECIPES["mxfp8"].forward[0]
@@ -97,9 +99,13 @@ def test_stochastic_rounding_needs_a_key():
         _scaled.saturated(jnp.ones((4,)), factor)
 
 
-@pytest.mark.parametrize("length", [64, 96, 70])
-@pytest.mark.parametrize("name", ["mxfp8", "f8-block", "nvfp4"])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "which", "length"),
+    slow_unless(
+        itertools.product(["mxfp8", "f8-block", "nvfp4"], [0, 1], [64, 96, 70]),
+        lambda name, which, length: which == 0 or length == 70,
+    ),
+)
 def test_blocks(name: str, which: int, length: int):
     factor = RECIPES[name].forward[which]
     value = jax.random.normal(jax.random.key(0), (2, 40, length))
