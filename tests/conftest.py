@@ -12,6 +12,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+# JAX writes a compiled program to its place little by little: a process that shares the folder may
+# read half of it. So each of pytest's processes has a folder of its own.
+if "JAX_COMPILATION_CACHE_DIR" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] += "-" + os.environ["PYTEST_XDIST_WORKER"]
 
 import gc
 import pathlib
