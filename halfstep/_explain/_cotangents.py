@@ -36,11 +36,36 @@ _PRODUCTS = CONTRACTIONS | {"mul"}
 def scale_sensitive(call: Call, params: Sequence[int], finder: Finder) -> Iterator[ExplainFinding]:
     """Operations of the backward pass that a scaled loss changes.
 
+    There are none in a function that has no backward pass, such as a `while_loop`.
+
     Args:
         call: The function as it is written.
         params: The positions of the arguments that it is differentiated by.
         finder: Finds the user's lines.
     """
+    try:
+        jaxpr, count = _backward(call, params)
+    except Exception:  # Any error of the user's derivative rules ends up here.
+        return
+    found: dict[Any, core.JaxprEqn] = {}
+    _follow(jaxpr, [number < count for number in range(len(jaxpr.invars))], found, finder)
+    for source, equation in found.items():
+        aval: Any = equation.invars[0].aval
+        yield ExplainFinding(
+            "loss scale",
+            source,
+            str(equation.source_info.name_stack),
+            f"`{equation.primitive.name}` of a cotangent is not linear: with a loss scale it is "
+            "given other numbers",
+            "Float16 needs a loss scale, and gradients would depend on it.",
+            "clip gradients after they are unscaled, in the optimizer; use bf16, which needs no "
+            "loss scale; or give the rule the scale.",
+            aval.size * aval.dtype.itemsize,
+        )
+
+
+def _backward(call: Call, params: Sequence[int]) -> tuple[Any, int]:
+    """The backward pass of a function, and how many of its inputs, the first, are cotangents."""
     moving = [
         position
         for position, (value, owner) in enumerate(zip(call.values, call.owners, strict=True))
@@ -60,23 +85,7 @@ def scale_sensitive(call: Call, params: Sequence[int], finder: Finder) -> Iterat
         return jax.vjp(of_moving, *(values[position] for position in moving))[1](cotangents)
 
     cotangents = jax.eval_shape(results, *call.values)
-    jaxpr = jax.make_jaxpr(backward)(cotangents, call.values).jaxpr
-    found: dict[Any, core.JaxprEqn] = {}
-    scaled = [position < len(cotangents) for position in range(len(jaxpr.invars))]
-    _follow(jaxpr, scaled, found, finder)
-    for source, equation in found.items():
-        aval: Any = equation.invars[0].aval
-        yield ExplainFinding(
-            "loss scale",
-            source,
-            str(equation.source_info.name_stack),
-            f"`{equation.primitive.name}` of a cotangent is not linear: with a loss scale it is "
-            "given other numbers",
-            "Float16 needs a loss scale, and gradients would depend on it.",
-            "clip gradients after they are unscaled, in the optimizer; use bf16, which needs no "
-            "loss scale; or give the rule the scale.",
-            aval.size * aval.dtype.itemsize,
-        )
+    return jax.make_jaxpr(backward)(cotangents, call.values).jaxpr, len(cotangents)
 
 
 def _follow(

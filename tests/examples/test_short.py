@@ -17,6 +17,7 @@ from examples import cnn_batchnorm, flax_nnx, haiku_mlp, moe_fp8, plain_jax
 from examples._classify import normalize
 from examples._data import load_fashion_mnist
 from tests._jaxprs import contractions
+from tests._rows import slow_unless
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -36,7 +37,12 @@ def records(out: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("script", IMAGES, ids=name)
+# On every change with batch norm and without a framework; the frameworks have suites of their own.
+@pytest.mark.parametrize(
+    "script",
+    slow_unless(IMAGES, lambda script: name(script) in ("cnn_batchnorm", "plain_jax")),
+    ids=name,
+)
 def test_images(
     script: ModuleType, data: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture
 ):

@@ -96,3 +96,10 @@ def test_no_derivative_of_jax_is_one():
         return optax.softmax_cross_entropy_with_integer_labels(h, labels).mean() + jnp.max(h)
 
     assert found(loss) == []
+
+
+def test_a_function_without_a_backward_pass_has_none():
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.while_loop(lambda h: h[0, 0] < 9, lambda h: h @ w + 1, x))
+
+    assert found(loss) == []
