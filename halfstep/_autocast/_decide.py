@@ -13,7 +13,7 @@ from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._eligible import site_of
 from halfstep._autocast._graph import Graph, Node, Operand, is_scalar_literal, size
 from halfstep._autocast._kinds import Kind, is_subject, join
-from halfstep._autocast._picks import PICKS, is_read_by_products_only, picking_factor
+from halfstep._autocast._picks import PICKS, is_rounded_by_readers, picking_factor
 from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Planner, Settings, held_dtype
 from halfstep._jaxprs import jaxprs_in
@@ -101,7 +101,8 @@ def _contraction(
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     picking = None if chosen else picking_factor(node, graph)
     is_wide = picking is not None and kinds[1 - picking] is Kind.WIDE
-    if is_wide and not is_read_by_products_only(node, graph):
+    rounds = functools.partial(_is_plain_product, graph=graph, settings=settings)
+    if is_wide and not is_rounded_by_readers(node, graph, rounds):
         return make(Rule.FOLLOW, FLOAT32, Kind.WIDE, barrier=True)
     wide = rule is Rule.ACCUMULATE or settings.accumulate
     out = Kind.WIDE if wide else Kind.LOW
@@ -238,6 +239,12 @@ def _is_spread(node: Node, graph: Graph, operand: Operand) -> bool:
         operand = graph.nodes[made_by].ins[0]
     own = size(graph.aval(operand))
     return isinstance(operand, int) and own < size(graph.avals[node.outs[0]])
+
+
+def _is_plain_product(node: Node, graph: Graph, settings: Settings) -> bool:
+    """Whether an operation is a product about which the user has said nothing."""
+    is_product = node.name in CONTRACTIONS and not _asks_for_precision(node)
+    return is_product and _chosen(node, graph, settings) is None
 
 
 def _asks_for_precision(node: Node) -> bool:

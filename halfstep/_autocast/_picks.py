@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast._graph import Constant, Graph, Node, Operand, is_scalar_literal
-from halfstep._autocast._table import CONTRACTIONS, PASSING
+from halfstep._autocast._table import PASSING
 
 PICKS = "it only picks values, by a one-hot factor"
 _Dimensions = frozenset[int]
@@ -38,10 +38,15 @@ def picking_factor(node: Node, graph: Graph) -> int | None:
     return None
 
 
-def is_read_by_products_only(node: Node, graph: Graph) -> bool:
-    """Whether nobody but other products reads what an operation makes.
+def is_rounded_by_readers(node: Node, graph: Graph, rounds: Callable[[Node], bool]) -> bool:
+    """Whether all readers of what an operation makes round it to the compute dtype.
 
-    They round their factors to the compute dtype, and to pick first or to round first is the same.
+    To pick first or to round first is then the same.
+
+    Args:
+        node: The operation.
+        graph: What it is part of.
+        rounds: Whether another operation rounds its operands to the compute dtype.
     """
     waiting = list(node.outs)
     while waiting:
@@ -52,7 +57,7 @@ def is_read_by_products_only(node: Node, graph: Graph) -> bool:
             user = graph.nodes[index]
             if user.name in PASSING:
                 waiting += user.outs
-            elif user.name not in CONTRACTIONS:
+            elif not rounds(user):
                 return False
     return True
 
@@ -78,13 +83,12 @@ def _counts(graph: Graph, operand: Operand) -> _Dimensions:
     aval = graph.aval(operand)
     if node.name == "iota":
         dimension = node.params["dimension"]
-        # A count of 300 in 8 bits begins anew.
-        fits = _is_whole(aval) and aval.shape[dimension] - 1 <= np.iinfo(aval.dtype).max
-        return frozenset({dimension}) if fits else _NONE
-    if node.name in ("add", "sub") and any(map(is_scalar_literal, node.ins)):
+        return frozenset({dimension}) if _fits(aval.shape[dimension], aval.dtype) else _NONE
+    numbers = [operand.value for operand in node.ins if isinstance(operand, Constant)]
+    if node.name in ("add", "sub", "mul") and len(numbers) == 1 and np.ndim(numbers[0]) == 0:
         # A count from another number on, as `jnp.eye(n, k=1)` has it.
-        counted = next(value for value in node.ins if not is_scalar_literal(value))
-        return _counts(graph, counted)
+        counted = next(operand for operand in node.ins if not isinstance(operand, Constant))
+        return _counts(graph, counted) if node.name != "mul" or abs(numbers[0]) == 1 else _NONE
     if node.name == "convert_element_type":
         before = graph.aval(node.ins[0])
         if not (_is_whole(aval) and aval.dtype.itemsize >= before.dtype.itemsize):
@@ -149,6 +153,16 @@ def _without_ones(before: tuple[int, ...], after: tuple[int, ...]) -> Mapping[in
 def _made(graph: Graph, operand: Operand) -> Node | None:
     made_by = graph.maker(operand)
     return None if made_by is None else graph.nodes[made_by]
+
+
+def _fits(size: Any, dtype: Any) -> bool:
+    """Whether a dtype counts to a size; a count of 300 in 8 bits begins anew.
+
+    No array is as long as 32 bits count, also where its size has no number yet (`jax.export`).
+    """
+    if not jnp.issubdtype(dtype, np.integer):
+        return False
+    return dtype.itemsize >= 4 or (isinstance(size, int) and size - 1 <= np.iinfo(dtype).max)
 
 
 def _is_whole(aval: Any) -> bool:

@@ -93,6 +93,29 @@ def test_what_other_products_read_alone_is_picked_in_the_compute_dtype():
     assert low_only(dispatch, W, X)
 
 
+def test_what_a_product_in_full_precision_reads_is_picked_in_float32():
+    def func(w: Any, x: Any) -> Any:
+        picked = jnp.einsum("bt,td->bd", jax.nn.one_hot(LABELS % 5, 5), jnp.tanh(x @ w))
+        return jnp.dot(picked, w.T, precision="highest")
+
+    pairs = dots(autocast(func, "bf16"), W, X)
+    assert sorted(pairs) == [("bfloat16",) * 2, ("float32",) * 2, ("float32",) * 2]
+
+
+def test_sizes_without_a_number():
+    """A product with the identity of a batch, whose size `jax.export` leaves open."""
+
+    def func(w: Any, x: Any) -> Any:
+        count = jnp.arange(x.shape[0])
+        same = (count[:, None] == count).astype(jnp.float32)
+        return jnp.sin(same @ jnp.tanh(x @ w))
+
+    (rows,) = jax.export.symbolic_shape("rows")
+    args = W, jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+    made = jax.export.export(jax.jit(autocast(func, "bf16")))(*args)
+    np.testing.assert_array_equal(made.call(W, X), jax.jit(autocast(func, "bf16"))(W, X))
+
+
 @pytest.mark.parametrize(
     "func",
     [
