@@ -197,11 +197,18 @@ class _Builder:
                     tuple(operands),
                     outs,
                     source,
-                    bool(equation.effects),
+                    any(map(_orders, equation.effects)),
                     self.scope,
                 )
             )
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def _orders(effect: object) -> bool:
+    """Whether an effect must keep its place among others."""
+    # To know an axis of the mesh is an effect for JAX, of collectives and of `axis_index`. It has
+    # no public name, and orders nothing.
+    return type(effect).__name__ != "NamedAxisEffect"
 
 
 def _inlined(equation: core.JaxprEqn) -> ClosedJaxpr | None:

@@ -10,6 +10,7 @@ from halfstep._autocast._bounds import LARGEST, bound
 from halfstep._autocast._decide import decide
 from halfstep._autocast._graph import Constant, Graph, is_traced, size
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
+from halfstep._autocast._table import COLLECTIVES
 from halfstep._autocast._types import Plan, Settings, seen_kind
 
 
@@ -77,23 +78,32 @@ def plan(
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
-        from_low = any(state.from_low[value] for value in values) or decision.barrier
+        # A collective hands on what it is given: an exact loss is as exact when devices average it.
+        is_new = decision.barrier and node.name not in COLLECTIVES
+        from_low = any(state.from_low[value] for value in values) or is_new
         largest = bound(node, graph, kinds, state.bounds) if limited else 0.0
         same_level = [value for value in values if state.after[value] == level]
         width = max((state.width[value] for value in same_level), default=0)
+        handed = max((size(graph.avals[value]) for value in same_level), default=0)
         for number, kind in zip(node.outs, decision.outs, strict=True):
             state.kinds[number] = kind
             state.after[number] = level + decision.barrier
             state.from_low[number] = from_low or kind.is_low
             state.bounds[number] = largest
             own = size(graph.avals[number])
-            state.width[number] = own if decision.barrier else max(own, width)
+            if is_new:
+                state.width[number] = own
+            elif decision.barrier:
+                # Gathered or scattered over devices, a value is reduced as much as it was before.
+                state.width[number] = own * width // max(handed, 1)
+            else:
+                state.width[number] = max(own, width)
             # What has been reduced (a mean, a loss) is small, and stays as exact as it is.
             if (
                 settings.islands
                 and kind is Kind.WIDE
                 and from_low
-                and not decision.barrier
+                and not is_new
                 and 2 * own >= state.width[number]
             ):
                 (state.rounded if largest <= LARGEST else state.too_large).add(number)
