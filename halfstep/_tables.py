@@ -1,9 +1,13 @@
 """Figures and tables for people, as text and as HTML."""
 
 import html as escaping
+import shutil
+import sys
 from collections.abc import Sequence
 
 ABSENT = "-"
+# Narrower than this, a column of text says nothing any more.
+_NARROWEST = 12
 _CELL = "padding:2px 10px;white-space:nowrap;text-align:"
 
 
@@ -43,17 +47,45 @@ def percent(share: float | int) -> str:
     return f"{share:.1%}".replace("%", " %").replace(".0 ", " ")
 
 
+def number_of(count: int, name: str) -> str:
+    """A count with its noun: `1 operation`, `1,200 operations`."""
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
+
+
 def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
-    """Rows as columns of equal width, numbers to the right."""
+    """Rows as columns of equal width, numbers to the right.
+
+    In a terminal that is too narrow, the widest columns of text are shortened. In a file or a pipe
+    nothing is.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
+    if sys.stdout is not None and sys.stdout.isatty():
+        widths = _fitted(widths, numbers, shutil.get_terminal_size().columns)
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(width) if number else cell.ljust(width)
+            shortened(cell, width).rjust(width) if number else shortened(cell, width).ljust(width)
             for cell, width, number in zip(row, widths, numbers, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def shortened(text: str, width: int) -> str:
+    """A text that takes at most so many characters; two dots stand for what was cut."""
+    return text if len(text) <= width else f"{text[: width - 2]}.."
+
+
+def _fitted(widths: Sequence[int], numbers: Sequence[bool], room: int) -> list[int]:
+    """The widths of columns that fit beside each other: of text, the widest give way."""
+    fitted = list(widths)
+    texts = [at for at, number in enumerate(numbers) if not number]
+    while sum(fitted) + 2 * (len(fitted) - 1) > room:
+        widest = max(texts, key=lambda at: fitted[at], default=None)
+        if widest is None or fitted[widest] <= _NARROWEST:
+            break
+        fitted[widest] -= 1
+    return fitted
 
 
 def html_table(

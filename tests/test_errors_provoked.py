@@ -33,9 +33,10 @@ from halfstep.debug import _comparison_plot, _plot
 )
 def test_pictures_need_matplotlib(plot: Any, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = [None] * len(inspect.signature(plot).parameters)
     with pytest.raises(ModuleNotFoundError, match=message):
         # Said before anything is looked at. Unwrapped: beartype would object to the arguments.
-        inspect.unwrap(plot)(None, "picture.png")
+        inspect.unwrap(plot)(*arguments)
 
 
 def test_two_meshes():

@@ -3,13 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from halfstep._autocast._f8._marks import ELEMENTS, ROUNDED
-from halfstep._tables import flops, percent
-
-if TYPE_CHECKING:
-    from halfstep._preflight._entry import PreflightEntry
+from halfstep._tables import flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,26 +92,6 @@ def _share(part: Sequence[Product], whole: Sequence[Product]) -> float:
     return math.fsum(product.flops for product in part) / total if total else 1.0
 
 
-def f8_miss(entry: "PreflightEntry", share: float | int) -> str:
-    """What is not in 8 bits though it has to be; empty if enough is."""
-    name = f"{entry.variant} on {entry.target}"
-    required = f"required: {percent(share)} of the eligible contractions' FLOPs in fp8"
-    found = entry.f8
-    if found is None or entry.products is None:
-        return f"{required}; there is no program of {name}: {'; '.join(entry.notes)}."
-    if not found.units and share > 0:
-        return f"{required}; {no_units(entry.target)}."
-    if found.eligible >= share:
-        return ""
-    lines = [f"{required}; {name} has {percent(found.eligible)}:"]
-    missed = [product for product in entry.products if product.of_recipe and not product.in_f8]
-    if not missed:
-        return f'{lines[0][:-1]}, and no product of a recipe\'s: give it policy="f8", say.'
-    lines += [f"  {described(product)}" for product in missed]
-    lines.append(f"    Fix: {_fix(entry, missed)}")
-    return "\n".join(lines)
-
-
 def no_units(target: str) -> str:
     """What a target without units for 8 bits does."""
     return f"{target} has no fp8 units, and multiplies operands of 8 bits at the rate of 16"
@@ -128,14 +104,3 @@ def described(product: Product) -> str:
         f"{where}: {product.lhs} x {product.rhs} ({product.count}x, {flops(product.flops)}), "
         f"{product.name or 'no name'}: {product.why_not}"
     )
-
-
-def _fix(entry: "PreflightEntry", missed: Sequence[Product]) -> str:
-    if all(ROUNDED in product.name for product in missed):
-        return (
-            "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
-            "multiplied in 8 bits; leave such products out with a rule, or ask for less."
-        )
-    other = "gemm='library'" if entry.gemm == "triton" else "gemm='triton'"
-    way = f"try {other}, which makes products in another way; or " if entry.gemm else ""
-    return f"{way}keep them in 16 bits with a rule such as 'op:dot_general@scope=compute'."

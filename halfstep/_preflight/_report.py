@@ -8,11 +8,10 @@ from halfstep._explain import LintError
 from halfstep._preflight._comparison import PreflightComparison, compared
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError
-from halfstep._preflight._f8 import f8_miss
 from halfstep._preflight._html import html
 from halfstep._preflight._plot import plot
 from halfstep._preflight._saved import load
-from halfstep._preflight._text import detail, table
+from halfstep._preflight._text import detail, f8_miss, table
 from halfstep._reports import Report
 from halfstep._tables import size
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from halfstep._autocast._f8._marks import ROUNDED
 from halfstep._preflight._entry import PreflightEntry
-from halfstep._preflight._f8 import described, no_units
+from halfstep._preflight._f8 import Product, described, no_units
 from halfstep._tables import ABSENT, aligned, flops, percent, seconds, size
 
 
@@ -145,3 +146,34 @@ def detail(entry: PreflightEntry) -> str:
     pairs += [("versions", ", ".join(f"{k} {v}" for k, v in entry.versions.items()))]
     pairs += [("note", note) for note in entry.notes]
     return aligned([list(pair) for pair in pairs], [False, False])
+
+
+def f8_miss(entry: PreflightEntry, share: float | int) -> str:
+    """What is not in 8 bits though it has to be; empty if enough is."""
+    name = f"{entry.variant} on {entry.target}"
+    required = f"required: {percent(share)} of the eligible contractions' FLOPs in fp8"
+    found = entry.f8
+    if found is None or entry.products is None:
+        return f"{required}; there is no program of {name}: {'; '.join(entry.notes)}."
+    if not found.units and share > 0:
+        return f"{required}; {no_units(entry.target)}."
+    if found.eligible >= share:
+        return ""
+    lines = [f"{required}; {name} has {percent(found.eligible)}:"]
+    missed = [product for product in entry.products if product.of_recipe and not product.in_f8]
+    if not missed:
+        return f'{lines[0][:-1]}, and no product of a recipe\'s: give it policy="f8", say.'
+    lines += [f"  {described(product)}" for product in missed]
+    lines.append(f"    Fix: {_fix(entry, missed)}")
+    return "\n".join(lines)
+
+
+def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
+    if all(ROUNDED in product.name for product in missed):
+        return (
+            "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
+            "multiplied in 8 bits; leave such products out with a rule, or ask for less."
+        )
+    other = "gemm='library'" if entry.gemm == "triton" else "gemm='triton'"
+    way = f"try {other}, which makes products in another way; or " if entry.gemm else ""
+    return f"{way}keep them in 16 bits with a rule such as 'op:dot_general@scope=compute'."

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfstep.debug._deviation import distance, was_computed
+from halfstep.debug._distance import distance, was_computed
 from halfstep.debug._layout import Layout
 from halfstep.debug._parents import ANY, Parents, Turns
 

@@ -1,15 +1,12 @@
 """What to do about a value that is not finite."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from halfstep._formats import parse_dtype
+from halfstep.debug._range import Range
 from halfstep.debug._site import Site
-
-if TYPE_CHECKING:
-    from halfstep.debug._finding import Range
 
 _ROOTS = ("sqrt", "rsqrt", "cbrt", "pow")
 _EXPONENTIALS = ("exp", "exp2", "expm1", "cosh", "sinh", "integer_pow", "square")
@@ -17,7 +14,7 @@ _CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_do
 _SUMS = ("reduce_sum", "cumsum", "psum", "add_any", "add", "reduce_window_sum")
 
 
-def advice(site: Site, kind: str, operands: Sequence["Range"], *, constant: bool) -> str:
+def advice(site: Site, kind: str, operands: Sequence[Range], *, constant: bool) -> str:
     """What to do, in a sentence or two.
 
     Args:

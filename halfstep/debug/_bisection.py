@@ -10,7 +10,7 @@ from halfstep._reports import Report
 from halfstep._rules import PrecisionRule
 from halfstep._tables import aligned, html_table
 from halfstep._version import __version__
-from halfstep.debug._comparison_text import share
+from halfstep.debug._comparison import share
 
 _HEAD = (("rule", False), ("lines", False))
 # So many lines are named.

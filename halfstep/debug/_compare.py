@@ -16,9 +16,10 @@ from halfstep._f8_scaling import F8Scaling
 from halfstep._policy import Policy, as_policy
 from halfstep.debug._added import Errors
 from halfstep.debug._body import Body, body_of
-from halfstep.debug._comparison import Comparison, Deviation, GradientDeviation
+from halfstep.debug._comparison import Comparison
 from halfstep.debug._compiled import Compiled
-from halfstep.debug._deviation import distance, sums, was_computed
+from halfstep.debug._deviation import Deviation, GradientDeviation
+from halfstep.debug._distance import distance, sums, was_computed
 from halfstep.debug._gradients import gradients_of, is_loss, scaling_for
 from halfstep.debug._layout import Layout
 from halfstep.debug._pair import run_both

@@ -1,113 +1,28 @@
 """What a comparison says."""
 
 import dataclasses
+import html as escaping
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from halfstep._reports import Report
-from halfstep.debug._added import gain
+from halfstep._tables import ABSENT, aligned, html_table
 from halfstep.debug._comparison_plot import plot
-from halfstep.debug._comparison_text import html, text
-from halfstep.debug._deviation import Distance, distance
-from halfstep.debug._site import Site
+from halfstep.debug._deviation import Deviation, GradientDeviation
+from halfstep.debug._distance import Distance, distance
 
-
-@dataclasses.dataclass(frozen=True)
-class Deviation:
-    """How far a site is from itself in float32.
-
-    Attributes:
-        site: What and where it is.
-        dtype: The dtype in which the policy holds it.
-        error: The norm of the difference, relative to that in float32; infinite where elements are
-            finite in one and not in the other.
-        cosine: Between both.
-        before: The largest error among the sites that it is made of; in a loop, in that `turn`.
-        turns: Of a site in a loop, the error in each turn.
-        turn: Of a site in a loop, in which of `turns` it adds the most error.
-
-    Example:
-        ```python
-        import halfstep
-        import jax.numpy as jnp
-
-
-        def f(x):
-            return jnp.tanh(x + 1000.0 - 1000.0)
-
-
-        report = halfstep.debug.compare(f, "bf16,op:*=compute", sites="ops")(jnp.full(4, 0.3))
-        worst = report.worst[0]
-        assert isinstance(worst, halfstep.debug.Deviation)
-        assert (worst.site.op, worst.dtype) == ("sub", "bf16")
-        assert worst.error > 0.5 and worst.before < 0.01
-        ```
-    """
-
-    site: Site
-    dtype: str
-    error: float
-    cosine: float
-    before: float
-    turns: tuple[float, ...] = ()
-    turn: int | None = None
-
-    @property
-    def there(self) -> float:
-        """Its error where it adds the most: in that turn of a loop, or at all."""
-        return self.error if self.turn is None else self.turns[self.turn]
-
-    @property
-    def added(self) -> float:
-        """How much error this site adds to what it is made of; with 100 % all is lost."""
-        return gain(self.there, self.before)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        return {**dataclasses.asdict(self), "site": self.site.to_dict(), "added": self.added}
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientDeviation:
-    """How far the gradient of a parameter is from that in float32.
-
-    Attributes:
-        path: Of the parameter.
-        sums: What `error` and `cosine` are made of.
-
-    Example:
-        ```python
-        import halfstep
-        import jax.numpy as jnp
-
-
-        def loss(params, x):
-            return x @ params["scale"] + params["offset"]
-
-
-        params = {"scale": jnp.ones(4), "offset": jnp.float32(0)}
-        report = halfstep.debug.compare(loss, "bf16")(params, jnp.full(4, 0.1))
-        errors = {one.path: one.error for one in report.gradients}
-        assert 0 < errors["scale"] < 0.01 and errors["offset"] == 0
-        ```
-    """
-
-    path: str
-    sums: tuple[float, ...] = dataclasses.field(repr=False)
-
-    @property
-    def error(self) -> float:
-        """The norm of the difference, relative to that in float32."""
-        return distance([self.sums]).error
-
-    @property
-    def cosine(self) -> float:
-        """Between both."""
-        return distance([self.sums]).cosine
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        return {"path": self.path, "error": self.error, "cosine": self.cosine}
+# How many sites and gradients are shown.
+_SHOWN = 10
+_SITES = (
+    ("site", False),
+    ("scope", False),
+    ("held in", False),
+    ("error", True),
+    ("of its inputs", True),
+    ("cosine", True),
+)
+_GRADIENTS = (("gradient of", False), ("error", True), ("cosine", True))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -158,10 +73,10 @@ class Comparison(Report):
         return distance([one.sums for one in self.gradients])
 
     def __str__(self) -> str:
-        return text(self)
+        return _text(self)
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return _html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -179,4 +94,74 @@ class Comparison(Report):
         Args:
             path: The file. Needs `halfstep[plot]`.
         """
-        plot(self, path)
+        title = f"{self.policy} beside float32"
+        plot(title, self.sites, self.worst, self.gradients, path)
+
+
+def share(value: float) -> str:
+    """An error for people: `0.57 %`."""
+    if value == float("inf"):
+        return "not finite"
+    return f"{100 * value:.0f} %" if value >= 1 else f"{100 * value:.2g} %"
+
+
+def _headline(report: Comparison) -> str:
+    """How far off everything is."""
+    parts = [f"results are off by {share(report.results.error)}"]
+    if report.gradients:
+        gradient = report.gradient
+        parts.append(f"gradients by {share(gradient.error)} (cosine {_cosine(gradient.cosine)})")
+    return f"{report.policy} beside float32, {len(report.sites)} sites: {', '.join(parts)}"
+
+
+def _tables(report: Comparison) -> list[tuple[str, Sequence[tuple[str, bool]], list[list[str]]]]:
+    """Captions, headings and rows."""
+    made = []
+    if report.worst:
+        rows = [_site(site) for site in report.worst[:_SHOWN]]
+        made.append(("Where error is added, most first:", _SITES, rows))
+    if report.gradients:
+        order = sorted(report.gradients, key=lambda one: -one.error)[:_SHOWN]
+        rows = [[one.path, share(one.error), _cosine(one.cosine)] for one in order]
+        made.append(("Gradients, the worst first:", _GRADIENTS, rows))
+    return made
+
+
+def _text(report: Comparison) -> str:
+    """All of it."""
+    parts = [_headline(report)]
+    for caption, head, rows in _tables(report):
+        lines = [[name for name, _ in head], *rows]
+        parts.append(f"{caption}\n{aligned(lines, [number for _, number in head])}")
+    return "\n\n".join(parts)
+
+
+def _html(report: Comparison) -> str:
+    """The same; what is not finite is red."""
+    parts = [f"<p>{escaping.escape(_headline(report))}</p>"]
+    for caption, head, rows in _tables(report):
+        numbers = [number for _, number in head]
+        cells = [list(zip(row, numbers, strict=True)) for row in rows]
+        good = ["not finite" not in row for row in rows]
+        parts += [f"<p>{caption}</p>", html_table(head, cells, good)]
+    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
+
+
+def _site(one: Deviation) -> list[str]:
+    site = one.site
+    name = site.path or f"{site.source.short} {site.op}"
+    turn = ""
+    if one.turn is not None:
+        turn = f", most in turn {one.turn} of {len(one.turns)}"
+    return [
+        f"{name}{turn}",
+        site.scope or ABSENT,
+        one.dtype,
+        share(one.there),
+        share(one.before),
+        _cosine(one.cosine),
+    ]
+
+
+def _cosine(value: float) -> str:
+    return f"{value:.5f}"

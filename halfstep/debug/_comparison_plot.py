@@ -2,36 +2,51 @@
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from halfstep._figure import figure_of
-
-if TYPE_CHECKING:
-    from halfstep.debug._comparison import Comparison, Deviation
+from halfstep.debug._deviation import Deviation, GradientDeviation
 
 _LINE, _JUMP = "#1565c0", "#d32f2f"
 # As many sites are named, and as many gradients are drawn, as there is room for.
 _NAMED, _GRADIENTS = 8, 30
 
 
-def plot(report: "Comparison", path: str | os.PathLike[str]) -> None:
-    """Draw a comparison into a file."""
+def plot(
+    title: str,
+    sites: Sequence[Deviation],
+    worst: Sequence[Deviation],
+    gradients: Sequence[GradientDeviation],
+    path: str | os.PathLike[str],
+) -> None:
+    """Draw a comparison into a file.
+
+    Args:
+        title: What is compared.
+        sites: In the order of a run.
+        worst: Those that add error, most first.
+        gradients: Of a loss, how far the gradient of each parameter is off.
+        path: The file.
+    """
     figure = figure_of("a comparison")
-    panels = 1 + bool(report.gradients)
+    panels = 1 + bool(gradients)
     figure.set_size_inches(10, 4.2 * panels)
-    _draw_sites(figure.add_subplot(panels, 1, 1), report)
-    if report.gradients:
-        _draw_gradients(figure.add_subplot(panels, 1, 2), report)
+    axes = figure.add_subplot(panels, 1, 1)
+    axes.set_title(title, fontsize=10)
+    _draw_sites(axes, sites, worst)
+    if gradients:
+        _draw_gradients(figure.add_subplot(panels, 1, 2), gradients)
     figure.savefig(path, dpi=150)
 
 
-def _points(site: "Deviation") -> tuple[float, ...]:
+def _points(site: Deviation) -> tuple[float, ...]:
     return site.turns or (site.error,)
 
 
-def _draw_sites(axes: Any, report: "Comparison") -> None:
+def _draw_sites(axes: Any, sites: Sequence[Deviation], worst: Sequence[Deviation]) -> None:
     # Arguments are the same in both.
-    shown = [site for site in report.sites if site.error or not site.site.path]
+    shown = [site for site in sites if site.error or not site.site.path]
     ends, values = [], []
     for site in shown:
         values += _points(site)
@@ -47,14 +62,14 @@ def _draw_sites(axes: Any, report: "Comparison") -> None:
     axes.scatter(bad, [3 * top] * len(bad), color=_JUMP, marker="x", s=18, zorder=3)
     positions = {id(site): end for site, end in zip(shown, ends, strict=True)}
     names = []
-    for number, site in enumerate(report.worst[:_NAMED], 1):
+    for number, site in enumerate(worst[:_NAMED], 1):
         points = _points(site)
-        worst = site.turn or 0
-        at = positions[id(site)] - len(points) + worst
-        axes.scatter([at], [height(points[worst])], color=_JUMP, s=22, zorder=4)
+        turn = site.turn or 0
+        at = positions[id(site)] - len(points) + turn
+        axes.scatter([at], [height(points[turn])], color=_JUMP, s=22, zorder=4)
         axes.annotate(
             str(number),
-            (at, height(points[worst])),
+            (at, height(points[turn])),
             xytext=(0, 5),
             textcoords="offset points",
             ha="center",
@@ -66,7 +81,6 @@ def _draw_sites(axes: Any, report: "Comparison") -> None:
     axes.set_yscale("log")
     axes.set_xlabel("values in the order of a run, every turn of a loop; x: not finite")
     axes.set_ylabel("relative error")
-    axes.set_title(f"{report.policy} beside float32", fontsize=10)
     if names:
         axes.text(
             1.01, 1, "most error is added at\n" + "\n".join(names), transform=axes.transAxes,
@@ -75,8 +89,8 @@ def _draw_sites(axes: Any, report: "Comparison") -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_gradients(axes: Any, report: "Comparison") -> None:
-    order = sorted(report.gradients, key=lambda one: -one.error)[:_GRADIENTS]
+def _draw_gradients(axes: Any, gradients: Sequence[GradientDeviation]) -> None:
+    order = sorted(gradients, key=lambda one: -one.error)[:_GRADIENTS]
     finite = [one.error for one in order if math.isfinite(one.error)]
     top = max(finite, default=1.0) or 1.0
     lengths = [one.error if math.isfinite(one.error) else 1.5 * top for one in order]

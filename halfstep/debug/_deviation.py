@@ -1,110 +1,106 @@
-"""How far two values are apart: a row of sums, which add up over turns and shards."""
+"""How far a site, and the gradient of a parameter, is from itself in float32."""
 
-from enum import IntEnum
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-
-class Sum(IntEnum):
-    """The numbers of a row, by position."""
-
-    ABSMAX = 0
-    """The largest magnitude of both, by which both are divided; -1 where nothing was computed."""
-    DIFFERENCE = 1
-    """The sum of the squares of the differences."""
-    WIDE = 2
-    """The sum of the squares in float32."""
-    LOW = 3
-    """The sum of the squares in the policy."""
-    PRODUCT = 4
-    """The sum of the products of both."""
-    BAD = 5
-    """How many elements are finite in one and not in the other, or not finite in another way."""
+from halfstep.debug._added import gain
+from halfstep.debug._distance import distance
+from halfstep.debug._site import Site
 
 
-ABSENT = (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """How far a site is from itself in float32.
 
-
-class Distance(NamedTuple):
-    """How far two values are apart: relative error, cosine, and elements that one lost.
+    Attributes:
+        site: What and where it is.
+        dtype: The dtype in which the policy holds it.
+        error: The norm of the difference, relative to that in float32; infinite where elements are
+            finite in one and not in the other.
+        cosine: Between both.
+        before: The largest error among the sites that it is made of; in a loop, in that `turn`.
+        turns: Of a site in a loop, the error in each turn.
+        turn: Of a site in a loop, in which of `turns` it adds the most error.
 
     Example:
         ```python
         import halfstep
         import jax.numpy as jnp
 
-        report = halfstep.debug.compare(lambda w: w * 1e5, "f16,op:*=compute")(jnp.ones(3))
-        # Larger than float16 can hold: finite in float32, and infinite here.
-        assert isinstance(report.results, halfstep.debug.Distance)
-        assert report.results.error == float("inf") and report.results.bad == 3
+
+        def f(x):
+            return jnp.tanh(x + 1000.0 - 1000.0)
+
+
+        report = halfstep.debug.compare(f, "bf16,op:*=compute", sites="ops")(jnp.full(4, 0.3))
+        worst = report.worst[0]
+        assert isinstance(worst, halfstep.debug.Deviation)
+        assert (worst.site.op, worst.dtype) == ("sub", "bf16")
+        assert worst.error > 0.5 and worst.before < 0.01
         ```
     """
 
+    site: Site
+    dtype: str
     error: float
     cosine: float
-    bad: int
+    before: float
+    turns: tuple[float, ...] = ()
+    turn: int | None = None
+
+    @property
+    def there(self) -> float:
+        """Its error where it adds the most: in that turn of a loop, or at all."""
+        return self.error if self.turn is None else self.turns[self.turn]
+
+    @property
+    def added(self) -> float:
+        """How much error this site adds to what it is made of; with 100 % all is lost."""
+        return gain(self.there, self.before)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {**dataclasses.asdict(self), "site": self.site.to_dict(), "added": self.added}
 
 
-def sums(low: Any, wide: Any) -> jax.Array:
-    """The row of two values of one shape."""
-    low, wide = _flat(low), _flat(wide)
-    both = jnp.isfinite(low) & jnp.isfinite(wide)
-    same = (low == wide) | (jnp.isnan(low) & jnp.isnan(wide))
-    bad = jnp.sum(~both & ~same, dtype=jnp.float32)
-    low, wide = jnp.where(both, low, 0), jnp.where(both, wide, 0)
-    largest = jnp.maximum(jnp.max(jnp.abs(low)), jnp.max(jnp.abs(wide)))
-    # Squares of 1e-25 are zero, and those of 1e25 infinite.
-    unit = jnp.where(largest > 0, largest, 1)
-    low, wide = low / unit, wide / unit
-    made = [(low - wide) ** 2, wide**2, low**2, low * wide]
-    return jnp.stack([largest, *map(jnp.sum, made), bad])
+@dataclasses.dataclass(frozen=True)
+class GradientDeviation:
+    """How far the gradient of a parameter is from that in float32.
+
+    Attributes:
+        path: Of the parameter.
+        sums: What `error` and `cosine` are made of.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
 
 
-def _flat(value: Any) -> jax.Array:
-    value = jnp.ravel(jnp.asarray(value))
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value = jnp.concatenate([value.real, value.imag])
-    return value.astype(jnp.float32)
+        def loss(params, x):
+            return x @ params["scale"] + params["offset"]
 
 
-def absent(shape: tuple[int, ...]) -> jax.Array:
-    """Rows of what was not computed."""
-    columns = [jnp.full((*shape[:-1], 1), number, jnp.float32) for number in ABSENT]
-    return jnp.concatenate(columns, axis=-1)
+        params = {"scale": jnp.ones(4), "offset": jnp.float32(0)}
+        report = halfstep.debug.compare(loss, "bf16")(params, jnp.full(4, 0.1))
+        errors = {one.path: one.error for one in report.gradients}
+        assert 0 < errors["scale"] < 0.01 and errors["offset"] == 0
+        ```
+    """
 
+    path: str
+    sums: tuple[float, ...] = dataclasses.field(repr=False)
 
-def added(rows: Any) -> Any:
-    """Rows of turns or shards as one: `[n, ..., columns]` to `[..., columns]`."""
-    library = np if isinstance(rows, np.ndarray) else jnp
-    sizes = rows[..., : Sum.ABSMAX + 1]
-    largest = library.max(sizes, axis=0, keepdims=True)
-    unit = library.where(largest > 0, largest, 1)
-    factor = (library.maximum(sizes, 0) / unit) ** 2
-    squares = library.sum(rows[..., Sum.DIFFERENCE : Sum.BAD] * factor, axis=0)
-    bad = library.sum(rows[..., Sum.BAD :], axis=0)
-    return library.concatenate([largest[0], squares, bad], axis=-1)
+    @property
+    def error(self) -> float:
+        """The norm of the difference, relative to that in float32."""
+        return distance([self.sums]).error
 
+    @property
+    def cosine(self) -> float:
+        """Between both."""
+        return distance([self.sums]).cosine
 
-def was_computed(rows: np.ndarray) -> bool:
-    """Whether rows say anything."""
-    return bool((rows[..., Sum.ABSMAX] >= 0).any())
-
-
-def distance(rows: Any) -> Distance:
-    """What rows say together; what was not computed is not off."""
-    rows = np.asarray(rows, np.float64).reshape(-1, len(Sum))
-    if not was_computed(rows):
-        return Distance(0.0, 1.0, 0)
-    row = added(rows)
-    apart, wide, low = row[Sum.DIFFERENCE], row[Sum.WIDE], row[Sum.LOW]
-    bad = int(row[Sum.BAD])
-    if bad:
-        return Distance(float("inf"), 0.0, bad)
-    if not wide:
-        return Distance(float("inf") if apart else 0.0, 0.0 if apart else 1.0, 0)
-    error = float(np.sqrt(apart / wide))
-    cosine = float(row[Sum.PRODUCT] / np.sqrt(wide * low)) if low else 0.0
-    return Distance(error, min(cosine, 1.0), 0)
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {"path": self.path, "error": self.error, "cosine": self.cosine}

@@ -12,7 +12,7 @@ from halfstep._autocast import rewritten, settings_of, trace
 from halfstep._autocast._types import Plan, decided
 from halfstep._policy import Policy, as_policy
 from halfstep.debug._compiled import Compiled
-from halfstep.debug._deviation import distance, sums
+from halfstep.debug._distance import distance, sums
 from halfstep.debug._gradients import gradients_of, is_loss
 
 Measure = Callable[[Policy], float]

@@ -28,7 +28,7 @@ from halfstep._program.structures import (
     While,
 )
 from halfstep.debug._body import Body
-from halfstep.debug._deviation import Sum, absent, added, sums
+from halfstep.debug._distance import Sum, absent, added, sums
 from halfstep.debug._layout import Layout
 
 Rows = list[jax.Array]

@@ -9,7 +9,7 @@ import pytest
 
 import halfstep
 from halfstep import debug
-from halfstep.debug import _plot
+from halfstep.debug import _report
 from halfstep.debug._stats import Column
 
 
@@ -130,9 +130,9 @@ def test_a_map_of_many_sites_shows_those_that_matter(tmp_path):
     log, _ = jax.jit(recorder)(recorder.init(x), x)
     report = log.report()
     assert report.found is not None
-    assert len(report.sites) > _plot._SITES
-    chosen = _plot._chosen(report)
-    assert len(chosen) == _plot._SITES
+    assert len(report.sites) > _report._SITES
+    chosen = _report._drawn(report)
+    assert len(chosen) == _report._SITES
     places = {id(trace): place for place, trace in enumerate(report.sites)}
     order = [places[id(trace)] for trace in chosen]
     assert order == sorted(set(order))
