@@ -7,15 +7,12 @@ from halfstep import (
     reliability as reliability,
 )
 from halfstep._autocast import autocast as autocast
-from halfstep._cast import (
-    cast_function as cast_function,
-    cast_to_bfloat16 as cast_to_bfloat16,
-    cast_to_float16 as cast_to_float16,
-    cast_to_float32 as cast_to_float32,
-    cast_to_full_precision as cast_to_full_precision,
-    cast_to_half_precision as cast_to_half_precision,
-    cast_tree as cast_tree,
-    force_full_precision as force_full_precision,
+from halfstep._base import (
+    FORMATS as FORMATS,
+    Format as Format,
+    Report as Report,
+    half_dtype as half_dtype,
+    half_precision as half_precision,
 )
 from halfstep._explain import (
     ExplainEntry as ExplainEntry,
@@ -27,27 +24,23 @@ from halfstep._explain import (
     LintError as LintError,
     explain as explain,
 )
-from halfstep._f8_scaling import F8Scaling as F8Scaling, SiteState as SiteState
-from halfstep._formats import (
-    FORMATS as FORMATS,
-    Format as Format,
-    half_dtype as half_dtype,
-    half_precision as half_precision,
+from halfstep._policy import (
+    RECIPES as RECIPES,
+    Factor as Factor,
+    Operation as Operation,
+    Policy as Policy,
+    PrecisionRule as PrecisionRule,
+    Recipe as Recipe,
+    cast_function as cast_function,
+    cast_to_bfloat16 as cast_to_bfloat16,
+    cast_to_float16 as cast_to_float16,
+    cast_to_float32 as cast_to_float32,
+    cast_to_full_precision as cast_to_full_precision,
+    cast_to_half_precision as cast_to_half_precision,
+    cast_tree as cast_tree,
+    force_full_precision as force_full_precision,
+    keep_precision as keep_precision,
 )
-from halfstep._gate import (
-    select_tree as select_tree,
-    transaction as transaction,
-)
-from halfstep._grad import (
-    filter_grad as filter_grad,
-    filter_value_and_grad as filter_value_and_grad,
-)
-from halfstep._keep import keep_precision as keep_precision
-from halfstep._ledger import (
-    Ledger as Ledger,
-    SkipLimitError as SkipLimitError,
-)
-from halfstep._policy import Policy as Policy
 from halfstep._preflight import (
     DoesNotFitError as DoesNotFitError,
     LargestBatch as LargestBatch,
@@ -57,28 +50,22 @@ from halfstep._preflight import (
     PreflightReport as PreflightReport,
     preflight as preflight,
 )
-from halfstep._recipe import (
-    RECIPES as RECIPES,
-    Factor as Factor,
-    Recipe as Recipe,
-)
-from halfstep._reports import Report as Report
-from halfstep._rules import (
-    Operation as Operation,
-    PrecisionRule as PrecisionRule,
-)
-from halfstep._scaling import (
+from halfstep._training import (
     AbstractLossScaling as AbstractLossScaling,
     DynamicLossScaling as DynamicLossScaling,
+    F8Scaling as F8Scaling,
+    Ledger as Ledger,
     NoLossScaling as NoLossScaling,
+    SiteState as SiteState,
+    SkipLimitError as SkipLimitError,
     StaticLossScaling as StaticLossScaling,
-)
-from halfstep._update import (
-    apply_gradients as apply_gradients,
-    optimizer_update as optimizer_update,
-)
-from halfstep._verdict import (
     Verdict as Verdict,
     all_finite as all_finite,
+    apply_gradients as apply_gradients,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    optimizer_update as optimizer_update,
+    select_tree as select_tree,
+    transaction as transaction,
 )
 from halfstep._version import __version__ as __version__

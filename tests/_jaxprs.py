@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from halfstep._jaxprs import ClosedJaxpr
+from halfstep._base.jaxprs import ClosedJaxpr
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -39,12 +39,12 @@ def test_it_has_every_name_there_is():
 def test_a_change_is_noticed(tmp_path: pathlib.Path, old: str, new: str):
     leave_out = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "halfstep", tmp_path / "halfstep", ignore=leave_out)
-    path = tmp_path / "halfstep" / "_grad.py"
+    path = tmp_path / "halfstep" / "_training" / "grad.py"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     if "gradient" in new:
-        with pytest.raises(LookupError, match="_grad has no filter_grad"):
+        with pytest.raises(LookupError, match="grad has no filter_grad"):
             snapshot(tmp_path)
     else:
         assert snapshot(tmp_path) != snapshot()

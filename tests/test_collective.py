@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfstep
 from halfstep import DynamicLossScaling
-from halfstep._collective import varying_axes
+from halfstep._training.collective import varying_axes
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
 

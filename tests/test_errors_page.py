@@ -38,7 +38,7 @@ def test_every_raise_of_the_package_is_seen():
     # These tell what another error said, word by word, and add nothing.
     told_again = {name.partition(":")[0] for name in unseen}
     assert told_again <= {
-        "halfstep/_policy.py",
+        "halfstep/_policy/policy.py",
         "halfstep/cli/_arguments.py",
         "halfstep/cli/_bisect.py",
         "halfstep/cli/_formats.py",
@@ -177,7 +177,7 @@ def test_modules_and_questions():
     def at(file: str) -> str:
         return module(Site(file, 1, "ValueError", "", ""))
 
-    assert at("halfstep/_policy.py") == "halfstep"
+    assert at("halfstep/_policy/policy.py") == "halfstep"
     assert at("halfstep/_preflight/_api.py") == "halfstep.preflight"
     assert at("halfstep/optim/_check.py") == "halfstep.optim"
     assert at("halfstep/integrations/_orbax/_tree.py") == "halfstep.integrations.orbax"

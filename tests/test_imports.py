@@ -45,7 +45,7 @@ def test_private_jax_is_in_one_file():
     for path in SOURCES:
         text = path.read_text()
         assert "jax._src" not in text, path
-        assert "__module__]" not in text or path.name == "_private_jax.py", path
+        assert "__module__]" not in text or path.name == "private_jax.py", path
 
 
 def test_files_stay_small():

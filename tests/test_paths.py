@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from halfstep._arguments import argument_names
-from halfstep._paths import compile_rule, match_rules
+from halfstep._base.calls import argument_names
+from halfstep._base.trees import compile_rule, match_rules
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
 

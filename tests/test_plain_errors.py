@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.core, pytest.mark.types]
 
 CASES = r"""
 import jax, jax.numpy as jnp, halfstep as hs
-from halfstep._gate import gated
+from halfstep._training.gate import gated
 
 def loss(w, x): return jnp.sum(w * x)
 w = x = jnp.ones(4)

@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 import halfstep
 from halfstep import Policy, PrecisionRule
-from halfstep._policy import as_policy
-from halfstep._rules import OUTCOMES, Operation, plain_scope
+from halfstep._policy.policy import as_policy
+from halfstep._policy.rules import OUTCOMES, Operation, plain_scope
 
 pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 

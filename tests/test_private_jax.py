@@ -1,4 +1,4 @@
-"""What JAX does not promise and `_private_jax` relies on, with every JAX that is tested."""
+"""What JAX does not promise and `_base/private_jax` relies on, with every JAX that is tested."""
 
 import sys
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import source_info_util
 
-from halfstep._private_jax import lines_of_backward_functions
+from halfstep._base.private_jax import lines_of_backward_functions
 
 pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import RECIPES, Factor, Policy, Recipe
+from halfstep._policy.recipe import state_of
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
 
@@ -93,3 +95,12 @@ def test_the_state_of_another_recipe():
         halfstep.filter_grad(jnp.sum, scaling, policy="f8")
     with pytest.raises(ValueError, match="rounds at random: pass key="):
         RECIPES["nvfp4"].init(jnp.sum, x)
+
+
+def test_the_state_makes_itself_of_a_recipe():
+    x = jnp.ones((32, 32))
+    made = halfstep.F8Scaling.init(RECIPES["f8-delayed"], lambda w: jnp.sum(x @ w), x)
+    same = RECIPES["f8-delayed"].init(lambda w: jnp.sum(x @ w), x)
+    assert eqx.tree_equal(made, same)
+    with pytest.raises(TypeError, match=r"a recipe is required; got 'f8'\. Take one of"):
+        state_of("f8", lambda w: jnp.sum(x @ w), x)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import halfstep
-from halfstep._versions import TESTED_PYTHON, known_to_work
+from halfstep._base.versions import TESTED_PYTHON, known_to_work
 
 ROOT = pathlib.Path(__file__).parents[1]
 

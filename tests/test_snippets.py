@@ -130,7 +130,7 @@ def documented() -> dict[str, str]:
             if inspect.isfunction(thing) or inspect.isclass(thing):
                 # Its own: `inspect.getdoc` would take that of a base class.
                 found[f"{prefix}{name}"] = inspect.cleandoc(thing.__doc__ or "")
-    source = (ROOT / "halfstep" / "_formats.py").read_text()
+    source = (ROOT / "halfstep" / "_base" / "formats.py").read_text()
     found["FORMATS"] = source[source.index("FORMATS: ") :]
     found["preflight"] = inspect.getdoc(halfstep.preflight.__call__) or ""
     found["preflight.largest_batch"] = inspect.getdoc(halfstep.preflight.largest_batch) or ""

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from halfstep._tables import aligned, number_of, shortened
+from halfstep._base.display import aligned, number_of, shortened
 
 ROWS = [["operation", "why", "runs"], ["dot_general", "a contraction, at the compute dtype", "12"]]
 

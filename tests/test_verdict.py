@@ -10,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling, NoLossScaling, StaticLossScaling, Verdict
-from halfstep._verdict import finite_flags, judge, magnitudes
+from halfstep._training.verdict import finite_flags, judge, magnitudes
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._arguments import listed
 from halfstep._autocast._f8._site import Off, Slot
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._run import run
@@ -16,9 +15,8 @@ from halfstep._autocast._sites import placed
 from halfstep._autocast._trace import trace
 from halfstep._autocast._types import FLOAT32, Settings
 from halfstep._autocast._unmatched import check_rules
-from halfstep._formats import DTypeLike, dtype_name, parse_dtype
-from halfstep._policy import Policy, as_policy
-from halfstep._recipe import Factor
+from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
+from halfstep._policy import Factor, Policy, as_policy
 
 
 def autocast(

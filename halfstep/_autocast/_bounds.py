@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Graph, Node, size
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._table import PASSING
+from halfstep._program import Constant, Graph, Node, size
 
 LARGEST = float(np.finfo(np.float16).max)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from halfstep._autocast._graph import Node, graph_of
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._types import (
     Call,
@@ -20,7 +19,7 @@ from halfstep._autocast._types import (
     without_islands,
     without_state,
 )
-from halfstep._program.structures import CustomVmap, Jit, Remat, ShardMap
+from halfstep._program import CustomVmap, Jit, Node, Remat, ShardMap, graph_of
 
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:

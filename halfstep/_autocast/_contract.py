@@ -18,8 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from halfstep._autocast._kept import Derivative
-from halfstep._recipe import Factor
-from halfstep._settle import cast
+from halfstep._base import cast
+from halfstep._policy import Factor
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 

@@ -11,14 +11,13 @@ import numpy as np
 
 from halfstep._autocast import _calls, _derivatives, _loops
 from halfstep._autocast._eligible import site_of
-from halfstep._autocast._graph import Graph, Node, Operand, is_scalar_literal, size
 from halfstep._autocast._kinds import Kind, is_subject, join
 from halfstep._autocast._picks import PICKS, is_rounded_by_readers, picking_factor
 from halfstep._autocast._table import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
 from halfstep._autocast._types import FLOAT32, Decision, Planner, Settings, held_dtype
-from halfstep._jaxprs import jaxprs_in
-from halfstep._keep import KEEP_SCOPE
-from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
+from halfstep._base import jaxprs_in
+from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
+from halfstep._program import Graph, Node, Operand, is_scalar_literal, size
 
 _PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
 # Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from halfstep._autocast._graph import Node, graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._types import (
     Call,
@@ -21,7 +20,7 @@ from halfstep._autocast._types import (
     out_kinds,
     with_own_rules,
 )
-from halfstep._program.structures import CustomJvp, CustomVjp
+from halfstep._program import CustomJvp, CustomVjp, Node, graph_of
 
 
 def _plan_custom_jvp(

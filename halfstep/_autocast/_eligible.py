@@ -9,9 +9,9 @@ import numpy as np
 
 from halfstep._autocast._f8._roles import of_dot
 from halfstep._autocast._f8._site import Site
-from halfstep._autocast._graph import Graph, Node
 from halfstep._autocast._kinds import Kind
-from halfstep._recipe import Recipe
+from halfstep._policy import Recipe
+from halfstep._program import Graph, Node
 
 TWO_ACTIVATIONS = "a product of two activations (the recipe's `activations` allows it)"
 TWO_PARAMETERS = "a product of two parameters"

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant, size
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._table import CONTRACTIONS, Rule
 from halfstep._autocast._types import Plan, held_dtype
+from halfstep._program import Constant, size
 
 
 @dataclasses.dataclass(frozen=True)

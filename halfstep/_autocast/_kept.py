@@ -16,9 +16,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.lax import bitcast_convert_type
 
-from halfstep._autocast._graph import size
 from halfstep._autocast._linear import gradient_by, linear, product_with
-from halfstep._recipe import Factor
+from halfstep._policy import Factor
+from halfstep._program import size
 from halfstep.quant._scaled import inverse, power_of_two, saturated
 
 # Smaller ones are not worth a scale.

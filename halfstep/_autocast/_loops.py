@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Graph, Node, graph_of
 from halfstep._autocast._kinds import Kind, carried, join
 from halfstep._autocast._types import (
     FLOAT32,
@@ -20,8 +19,8 @@ from halfstep._autocast._types import (
     out_kinds,
     without_state,
 )
-from halfstep._program.structures import Cond, Scan, While
-from halfstep._settle import cast
+from halfstep._base import cast
+from halfstep._program import Cond, Constant, Graph, Node, Scan, While, graph_of
 
 # Scan.
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Graph, Node, Operand, is_scalar_literal
 from halfstep._autocast._table import PASSING
+from halfstep._program import Constant, Graph, Node, Operand, is_scalar_literal
 
 PICKS = "it only picks values, by a one-hot factor"
 _Dimensions = frozenset[int]

@@ -8,10 +8,10 @@ import numpy as np
 
 from halfstep._autocast._bounds import LARGEST, bound
 from halfstep._autocast._decide import decide
-from halfstep._autocast._graph import Constant, Graph, is_traced, size
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._table import COLLECTIVES
 from halfstep._autocast._types import Plan, Settings, seen_kind
+from halfstep._program import Constant, Graph, is_traced, size
 
 
 class _State:

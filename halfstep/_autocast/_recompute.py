@@ -19,9 +19,9 @@ from jax.extend.core import jaxpr_as_fun
 from halfstep._autocast._calls import RECOMPUTED
 from halfstep._autocast._derivatives import zero_tangent
 from halfstep._autocast._kept import keep, restore
-from halfstep._program.structures import Scan, While
-from halfstep._recipe import Factor
-from halfstep._settle import settled
+from halfstep._base import settled
+from halfstep._policy import Factor
+from halfstep._program import Scan, While
 
 
 class Place(enum.Enum):

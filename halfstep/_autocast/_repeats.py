@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Operand
 from halfstep._autocast._islands import Island
 from halfstep._autocast._types import Decision, Plan
+from halfstep._program import Constant, Operand
 
 
 def island_signature(plan: Plan, island: Island) -> Hashable:

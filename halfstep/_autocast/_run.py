@@ -14,15 +14,14 @@ from halfstep._autocast._contract import contract
 from halfstep._autocast._decide import bind_by
 from halfstep._autocast._difference import difference
 from halfstep._autocast._f8._site import OFF, Slots
-from halfstep._autocast._graph import Constant, Node, Operand
 from halfstep._autocast._islands import Island, schedule
 from halfstep._autocast._kinds import Kind
 from halfstep._autocast._recompute import Place, recomputed
 from halfstep._autocast._repeats import island_signature, signature
 from halfstep._autocast._table import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast._types import FLOAT32, Call, Plan, held_dtype
-from halfstep._program.control_flow import bind_again
-from halfstep._settle import Rounding, cast, representable, settled, widened
+from halfstep._base import Rounding, cast, representable, settled, widened
+from halfstep._program import Constant, Node, Operand, bind_again
 
 _RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.

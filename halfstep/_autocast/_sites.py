@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from halfstep._autocast._f8._site import Off, Site, Slot, Slots
 from halfstep._autocast._types import Plan, inner_plans
-from halfstep._program.structures import Cond, Scan
-from halfstep._rules import plain_scope
+from halfstep._policy import plain_scope
+from halfstep._program import Cond, Scan
 
 
 class Named(NamedTuple):

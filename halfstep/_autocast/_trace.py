@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 
-from halfstep._autocast._graph import graph_of
 from halfstep._autocast._kinds import Kind, is_subject
 from halfstep._autocast._plan import plan
 from halfstep._autocast._types import FLOAT32, Plan, Settings
-from halfstep._flat import FlatCall
-from halfstep._jaxprs import ClosedJaxpr
-from halfstep._state import MarkedLeaf
+from halfstep._base import ClosedJaxpr, FlatCall, MarkedLeaf
+from halfstep._program import graph_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from halfstep._autocast._f8._site import Site
-from halfstep._autocast._graph import Constant, Graph, Node, Operand
 from halfstep._autocast._kinds import Kind, constant_kind, is_subject
 from halfstep._autocast._table import CONTRACTIONS, PASSING, Rule
-from halfstep._recipe import Factor, Recipe
-from halfstep._rules import PrecisionFunction, PrecisionRule
-from halfstep._settle import Rounding
+from halfstep._base import Rounding
+from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe
+from halfstep._program import Constant, Graph, Node, Operand
 
 FLOAT32 = np.dtype(np.float32)
 

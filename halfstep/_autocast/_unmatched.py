@@ -3,7 +3,7 @@
 import difflib
 
 from halfstep._autocast._types import Plan, decided
-from halfstep._rules import PrecisionRule
+from halfstep._policy import PrecisionRule
 
 
 def check_rules(plan: Plan) -> None:

@@ -1,7 +1,12 @@
 """What runs in which precision, why, and what is wrong with it."""
 
 from halfstep._explain._api import explain as explain
-from halfstep._explain._entry import ExplainEntry as ExplainEntry
+from halfstep._explain._entry import (
+    ExplainEntry as ExplainEntry,
+    Typed as Typed,
+    name_of as name_of,
+    typed as typed,
+)
 from halfstep._explain._errors import LintError as LintError
 from halfstep._explain._f8 import ExplainF8 as ExplainF8, ExplainOthers as ExplainOthers
 from halfstep._explain._finding import ExplainFinding as ExplainFinding

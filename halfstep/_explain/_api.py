@@ -8,11 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfstep._arguments import listed
-from halfstep._autocast._api import autocast, settings_of
-from halfstep._autocast._table import Rule
-from halfstep._autocast._trace import trace
-from halfstep._autocast._types import Settings
+from halfstep._autocast import Rule, Settings, autocast, settings_of, trace
+from halfstep._base import listed, size
 from halfstep._explain._call import Call
 from halfstep._explain._casts import casts, is_float
 from halfstep._explain._contractions import FLOAT16, ranges, unknown, unlowered
@@ -27,12 +24,11 @@ from halfstep._explain._places import Place
 from halfstep._explain._promotion import promotions
 from halfstep._explain._report import ExplainReport
 from halfstep._explain._residuals import Residual, by_dtype, residuals
-from halfstep._explain._sources import Finder
 from halfstep._explain._totals import ExplainTotals, contraction_flops, is_low, other_flops
 from halfstep._explain._walk import Step, walk
 from halfstep._explain._written import low_reductions, model_copies, stored_float32
 from halfstep._policy import Policy, as_policy
-from halfstep._tables import size
+from halfstep._program import Finder
 
 _MEBIBYTE = 2**20
 

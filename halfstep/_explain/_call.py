@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from halfstep._arguments import Arguments
-from halfstep._leaves import is_array
+from halfstep._base import Arguments, is_array
 
 
 class Call:

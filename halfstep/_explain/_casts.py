@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._explain._call import Call
-from halfstep._program.control_flow import structure_of
-from halfstep._program.structures import Opaque
+from halfstep._program import Opaque, structure_of
 
 
 def casts(call: Call) -> int:

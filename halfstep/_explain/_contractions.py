@@ -5,14 +5,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Node, is_scalar_literal
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import CONTRACTIONS, Rule
-from halfstep._autocast._types import FLOAT32
+from halfstep._autocast import CONTRACTIONS, FLOAT32, Kind, Rule
 from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._reasons import not_lowered
 from halfstep._explain._walk import Step
-from halfstep._program.control_flow import equations, functions_in
+from halfstep._program import Constant, Node, equations, functions_in, is_scalar_literal
 
 FLOAT16 = np.dtype(np.float16)
 _FACTOR = 256

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from halfstep._autocast._table import CONTRACTIONS
+from halfstep._autocast import CONTRACTIONS
 from halfstep._explain._call import Call
 from halfstep._explain._finding import ExplainFinding
-from halfstep._explain._sources import Finder
-from halfstep._program.control_flow import structure_of
+from halfstep._program import Finder, structure_of
 
 # Of operations that are in neither list nothing is said: they move values or add them up.
 _NOT_LINEAR = frozenset(

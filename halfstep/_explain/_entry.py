@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfstep._explain._sources import Source
-from halfstep._formats import dtype_name
+from halfstep._base import dtype_name
+from halfstep._program import Source
 
 # As recipes write them.
 _FEW_BITS = MappingProxyType(

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from halfstep._autocast._eligible import TWO_ACTIVATIONS, TWO_PARAMETERS
+from halfstep._autocast import TWO_ACTIVATIONS, TWO_PARAMETERS
 from halfstep._explain._entry import ExplainEntry
 from halfstep._explain._reasons import KEPT
-from halfstep._recipe import Recipe
+from halfstep._policy import Recipe
 
 _FLOATS = frozenset({"bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1"})
 

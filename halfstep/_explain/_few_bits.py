@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast import Slot, named_sites, rewritten
-from halfstep._autocast._f8._site import Site
-from halfstep._autocast._types import Plan
-from halfstep._policy import Policy
-from halfstep._recipe import Factor, Leg, Recipe
+from halfstep._autocast import Plan, Site, Slot, named_sites, rewritten
+from halfstep._policy import Factor, Leg, Policy, Recipe
 
 
 def factor_dtypes(site: Site) -> tuple[np.dtype, np.dtype]:

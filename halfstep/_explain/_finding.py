@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep._explain._sources import Source
-from halfstep._tables import size
+from halfstep._base import size
+from halfstep._program import Source
 
 
 @dataclasses.dataclass(frozen=True)

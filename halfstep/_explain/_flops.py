@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._table import CONTRACTIONS, TABLE, Rule
+from halfstep._autocast import CONTRACTIONS, TABLE, Rule
 from halfstep._explain._entry import name_of
-from halfstep._program.control_flow import equations, functions_in, structure_of
+from halfstep._program import equations, functions_in, structure_of
 
 # Calls whose products are nowhere in the traced program.
 _UNSEEN = frozenset(

@@ -7,11 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfstep._autocast._graph import Constant
-from halfstep._autocast._table import CONTRACTIONS
+from halfstep._autocast import CONTRACTIONS
 from halfstep._explain._places import Place, holds_functions, inside
-from halfstep._program.control_flow import bind_again
-from halfstep._program.structures import Cond, CustomJvp, CustomVjp, CustomVmap, Jit, Remat, Scan
+from halfstep._program import (
+    Cond,
+    Constant,
+    CustomJvp,
+    CustomVjp,
+    CustomVmap,
+    Jit,
+    Remat,
+    Scan,
+    bind_again,
+)
 
 Key = tuple[int, ...]
 

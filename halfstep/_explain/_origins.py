@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Operand
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import Rule
+from halfstep._autocast import Kind, Rule
 from halfstep._explain._places import Place
+from halfstep._program import Constant, Operand
 
 # What goes on in the dtype of its operands.
 _FOLLOWERS = (Rule.WIDEST, Rule.FOLLOW)

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfstep._autocast._graph import Node, Operand, graph_of
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._plan import plan as make_plan
-from halfstep._autocast._types import Plan, Settings, inner_plans
-from halfstep._program.structures import Inner
+from halfstep._autocast import Kind, Plan, Settings, inner_plans, plan as make_plan
+from halfstep._program import Inner, Node, Operand, graph_of
 
 # Everything as it is written.
 _NO_AUTOCAST = Settings(np.dtype(np.float32), islands=False)

@@ -5,15 +5,13 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._graph import is_traced
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import Rule
+from halfstep._autocast import Kind, Rule
 from halfstep._explain._entry import name_of
 from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._origins import Origin, constant_value, origins, region
 from halfstep._explain._reasons import described
-from halfstep._explain._sources import Finder
 from halfstep._explain._walk import Step
+from halfstep._program import Finder, is_traced
 
 
 def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[ExplainFinding]:

@@ -2,16 +2,12 @@
 
 from types import MappingProxyType
 
-from halfstep._autocast._graph import Constant, Node, Operand
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._picks import PICKS
-from halfstep._autocast._table import CONTRACTIONS, GROUPS, TABLE, Rule
-from halfstep._autocast._types import Decision
+from halfstep._autocast import CONTRACTIONS, GROUPS, PICKS, TABLE, Decision, Kind, Rule
 from halfstep._explain._entry import name_of
 from halfstep._explain._few_bits import described as written_as
 from halfstep._explain._places import Place
-from halfstep._explain._sources import Finder
-from halfstep._keep import KEEP_SCOPE
+from halfstep._policy import KEEP_SCOPE
+from halfstep._program import Constant, Finder, Node, Operand
 
 # Operations that are in float32 only when their operands are such.
 _SPECIAL = MappingProxyType(

@@ -7,15 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep._base import Report, aligned, flops, html_table, number_of, percent, size
 from halfstep._explain._entry import ExplainEntry
 from halfstep._explain._errors import LintError
 from halfstep._explain._f8 import fix, is_eligible, why_not
 from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._table import HEADINGS, ISLAND, left_out, rows, table
 from halfstep._explain._totals import ExplainTotals, is_low
-from halfstep._recipe import Recipe
-from halfstep._reports import Report
-from halfstep._tables import aligned, flops, html_table, number_of, percent, size
+from halfstep._policy import Recipe
 
 # How many lines are named of contractions that are not in few bits.
 _LINES = 4

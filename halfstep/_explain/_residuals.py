@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from halfstep._base import NAME as SETTLE
 from halfstep._explain._call import Call
 from halfstep._explain._entry import Typed, typed
-from halfstep._explain._sources import Finder, Source
-from halfstep._program.control_flow import structure_of
-from halfstep._program.structures import Inner, Jit, Remat, Scan, ShardMap
-from halfstep._settle import NAME as SETTLE
+from halfstep._program import Finder, Inner, Jit, Remat, Scan, ShardMap, Source, structure_of
 
 # What makes another view or another dtype of a value, and nothing new.
 _VIEWS = frozenset(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from halfstep._base import ABSENT, aligned, flops, number_of, shortened, size
 from halfstep._explain._entry import ExplainEntry
-from halfstep._explain._sources import Source
-from halfstep._tables import ABSENT, aligned, flops, number_of, shortened, size
+from halfstep._program import Source
 
 HEADINGS = (
     ("  operation", False),

@@ -6,18 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfstep._autocast._graph import Node, is_of_jax
-from halfstep._autocast._islands import Island, schedule
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._table import CONTRACTIONS, Rule
-from halfstep._autocast._types import FLOAT32, Plan, held_dtype
+from halfstep._autocast import CONTRACTIONS, FLOAT32, Island, Kind, Plan, Rule, held_dtype, schedule
 from halfstep._explain._entry import ExplainEntry, typed
 from halfstep._explain._few_bits import factor_dtypes, multiplies
 from halfstep._explain._flops import flops, inside_flops
 from halfstep._explain._places import Place, holds_functions, inside
 from halfstep._explain._reasons import parameter, reason
-from halfstep._explain._sources import Finder, Source
-from halfstep._program.control_flow import functions_in
+from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

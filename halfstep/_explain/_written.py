@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast._kinds import Kind
+from halfstep._autocast import Kind
 from halfstep._explain._entry import name_of
 from halfstep._explain._finding import ExplainFinding
 from halfstep._explain._residuals import Residual
-from halfstep._explain._sources import Source
 from halfstep._explain._walk import Step
+from halfstep._program import Source
 
 _SUMS = frozenset(
     {

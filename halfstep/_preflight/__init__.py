@@ -21,4 +21,7 @@ from halfstep._preflight._report import PreflightReport as PreflightReport
 from halfstep._preflight._roles import Argument as Argument
 from halfstep._preflight._roofline import Roofline as Roofline
 from halfstep._preflight._search import LargestBatch as LargestBatch
-from halfstep._preflight._targets import Target as Target
+from halfstep._preflight._targets import (
+    Target as Target,
+    parse_target as parse_target,
+)

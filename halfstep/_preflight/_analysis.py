@@ -113,7 +113,7 @@ def analyze(text: str) -> Analysis:
         import jax
         import jax.numpy as jnp
 
-        from halfstep._preflight._analysis import analyze
+
 
         x = jnp.ones((64, 32))
         text = jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()

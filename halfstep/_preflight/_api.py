@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from halfstep._base import Progress
 from halfstep._preflight._compile import check_flags, compile_program
 from halfstep._preflight._entry import PreflightEntry, make_entry
 from halfstep._preflight._errors import PreflightError, RefusedError
@@ -14,7 +15,6 @@ from halfstep._preflight._requirements import compiler_versions
 from halfstep._preflight._roles import Argument, arguments as with_roles
 from halfstep._preflight._search import LargestBatch, search
 from halfstep._preflight._targets import Target, parse_target
-from halfstep._progress import Progress
 from halfstep.kernels._target import compiling_for
 
 Step = Callable[..., Any]

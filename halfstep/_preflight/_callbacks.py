@@ -5,7 +5,7 @@ from typing import Any
 from jax.extend import core
 
 from halfstep._preflight._errors import PreflightError
-from halfstep._program.control_flow import equations
+from halfstep._program import equations
 
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 

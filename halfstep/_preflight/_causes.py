@@ -5,9 +5,9 @@ A sentence is made only of figures that both reports have. What no figure shows 
 
 from collections.abc import Iterator, Sequence
 
+from halfstep._base import size
 from halfstep._preflight._changes import HALFSTEP, Change, recomputed, signed
 from halfstep._preflight._entry import TEMPORARIES, PreflightEntry
-from halfstep._tables import size
 
 _SETTINGS = ("version of ", "flag ", "GPU matrix products by")
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
+from halfstep._base import ABSENT, flops, percent, seconds, size
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._f8 import Product
 from halfstep._preflight._roles import Argument
-from halfstep._tables import ABSENT, flops, percent, seconds, size
 
 Unit = Literal["bytes", "FLOP", "count", "seconds", "text"]
 Value = int | float | str | None

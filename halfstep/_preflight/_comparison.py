@@ -5,12 +5,11 @@ import html as escaping
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from halfstep._base import Report, aligned, html_table, percent, size
 from halfstep._explain import LintError
 from halfstep._preflight._causes import causes
 from halfstep._preflight._changes import FIGURES, Change, changes
 from halfstep._preflight._entry import PreflightEntry
-from halfstep._reports import Report
-from halfstep._tables import aligned, html_table, percent, size
 
 _MOST = 40
 """Rows of one entry that are printed; JSON has all."""

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from halfstep._autocast._f8._marks import ELEMENTS, ROUNDED
-from halfstep._tables import flops
+from halfstep._autocast import ELEMENTS, ROUNDED
+from halfstep._base import flops
 
 
 @dataclasses.dataclass(frozen=True)

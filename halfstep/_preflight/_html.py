@@ -3,9 +3,9 @@
 import html as escaping
 from collections.abc import Sequence
 
+from halfstep._base import html_table, size
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._text import F8_HEADINGS, columns, few_bits, footnotes
-from halfstep._tables import html_table, size
 
 
 def html(entries: Sequence[PreflightEntry]) -> str:

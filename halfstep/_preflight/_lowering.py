@@ -20,12 +20,11 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from halfstep._leaves import is_array
-from halfstep._paths import path_string
+from halfstep._base import is_array, path_string
 from halfstep._preflight._callbacks import refuse_callbacks
 from halfstep._preflight._errors import PreflightError
 from halfstep._preflight._mesh import find_mesh, spread
-from halfstep._program.control_flow import equations
+from halfstep._program import equations
 from halfstep.kernels._target import depends_on_generation
 
 

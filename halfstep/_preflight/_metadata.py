@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
-from halfstep._explain._sources import Finder, Frame
 from halfstep._preflight._hlo import Instruction
+from halfstep._program import Finder, Frame
 
 _NAMES = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _FIELDS = re.compile(r"(\w+)=(\d+)")

@@ -3,10 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from halfstep._figure import figure_of
+from halfstep._base import figure_of, size
 from halfstep._preflight._entry import CODE, OUTPUTS, PADDING, TEMPORARIES, PreflightEntry
 from halfstep._preflight._roles import BATCH, OPTIMIZER, OTHER, PARAMETERS
-from halfstep._tables import size
 
 # Told apart also by readers who do not see all colors (Okabe and Ito's palette).
 _COLORS = (

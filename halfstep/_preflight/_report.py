@@ -4,6 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
+from halfstep._base import Report, size
 from halfstep._explain import LintError
 from halfstep._preflight._comparison import PreflightComparison, compared
 from halfstep._preflight._entry import PreflightEntry
@@ -12,8 +13,6 @@ from halfstep._preflight._html import html
 from halfstep._preflight._plot import plot
 from halfstep._preflight._saved import load
 from halfstep._preflight._text import detail, f8_miss, table
-from halfstep._reports import Report
-from halfstep._tables import size
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -5,10 +5,9 @@ import html as escaping
 from collections.abc import Callable
 from typing import Any
 
+from halfstep._base import Report, aligned, html_table, size
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._errors import DoesNotFitError, PreflightError
-from halfstep._reports import Report
-from halfstep._tables import aligned, html_table, size
 
 _HEAD = (("batch", True), ("peak", True), ("verdict", False))
 

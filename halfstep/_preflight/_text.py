@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from halfstep._autocast._f8._marks import ROUNDED
+from halfstep._autocast import ROUNDED
+from halfstep._base import ABSENT, aligned, flops, percent, seconds, size
 from halfstep._preflight._entry import PreflightEntry
 from halfstep._preflight._f8 import Product, described, no_units
-from halfstep._tables import ABSENT, aligned, flops, percent, seconds, size
 
 
 def bound(entry: PreflightEntry) -> str:

@@ -1,1 +1,38 @@
-"""A traced program, and how the installed JAX writes its loops, branches, calls and derivatives."""
+"""A traced program as a graph, and how the installed JAX writes its loops, branches and calls."""
+
+from halfstep._program.control_flow import (
+    bind_again as bind_again,
+    equations as equations,
+    functions_in as functions_in,
+    structure_of as structure_of,
+)
+from halfstep._program.graph import (
+    Constant as Constant,
+    Graph as Graph,
+    Node as Node,
+    Operand as Operand,
+    graph_of as graph_of,
+    is_of_jax as is_of_jax,
+    is_scalar_literal as is_scalar_literal,
+    is_traced as is_traced,
+    size as size,
+)
+from halfstep._program.sources import (
+    UNKNOWN as UNKNOWN,
+    Finder as Finder,
+    Frame as Frame,
+    Source as Source,
+)
+from halfstep._program.structures import (
+    Cond as Cond,
+    CustomJvp as CustomJvp,
+    CustomVjp as CustomVjp,
+    CustomVmap as CustomVmap,
+    Inner as Inner,
+    Jit as Jit,
+    Opaque as Opaque,
+    Remat as Remat,
+    Scan as Scan,
+    ShardMap as ShardMap,
+    While as While,
+)

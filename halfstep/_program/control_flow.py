@@ -16,7 +16,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend import core
 
-from halfstep._jaxprs import ClosedJaxpr, closed, jaxprs_in
+from halfstep._base import ClosedJaxpr, closed, jaxprs_in, known_to_work
 from halfstep._program.structures import (
     Cond,
     CustomJvp,
@@ -31,7 +31,6 @@ from halfstep._program.structures import (
     Structure,
     While,
 )
-from halfstep._versions import known_to_work
 
 _T = TypeVar("_T")
 

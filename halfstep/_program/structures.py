@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from halfstep._jaxprs import ClosedJaxpr
+from halfstep._base import ClosedJaxpr
 
 _T = TypeVar("_T")
 

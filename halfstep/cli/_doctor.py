@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from halfstep._tables import aligned
-from halfstep._versions import TESTED_JAX, TESTED_PYTHON
+from halfstep._base import TESTED_JAX, TESTED_PYTHON, aligned
 from halfstep.cli._arguments import add_command
 from halfstep.cli._facts import Facts, gather, version_of
 from halfstep.cli._output import add_json, answer, kept_apart

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from halfstep._formats import FORMATS, Format
-from halfstep._recipe import RECIPES
-from halfstep._tables import aligned
+from halfstep._base import FORMATS, Format, aligned
+from halfstep._policy import RECIPES
 from halfstep.cli._arguments import add_command
 from halfstep.cli._output import add_json, answer, kept_apart
 from halfstep.cli._stored import Stored, number, stored

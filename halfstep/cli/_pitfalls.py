@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from halfstep._versions import TESTED_JAX, TESTED_PYTHON, known_to_work
+from halfstep._base import TESTED_JAX, TESTED_PYTHON, known_to_work
 from halfstep.cli._facts import Facts, version_of
 from halfstep.cli._requires import release
 

@@ -17,9 +17,9 @@ from halfstep._preflight import (
     PreflightError,
     PreflightReport,
     Target,
+    parse_target,
     preflight,
 )
-from halfstep._preflight._targets import parse_target
 from halfstep.cli._arguments import add_command, share
 from halfstep.cli._errors import CommandError
 from halfstep.cli._files import check_writable

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from halfstep._formats import dtype_name
+from halfstep._base import dtype_name
 from halfstep._policy import Policy
 from halfstep.cli._arguments import add_command, add_maker, policy
 from halfstep.cli._errors import CommandError

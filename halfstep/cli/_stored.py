@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._formats import Format
+from halfstep._base import Format
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,13 +18,18 @@ import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jaxtyping import Array
 
-from halfstep import _scaling, _verdict
-from halfstep._autocast._api import rewritten, settings_of
-from halfstep._cast import cast_tree, is_castable
-from halfstep._collective import vary, varying_axes
-from halfstep._formats import DTypeLike
-from halfstep._policy import Policy
-from halfstep._rules import Operation, PrecisionFunction, PrecisionRule
+from halfstep import _training
+from halfstep._autocast import rewritten, settings_of
+from halfstep._base import DTypeLike
+from halfstep._policy import (
+    Operation,
+    Policy,
+    PrecisionFunction,
+    PrecisionRule,
+    cast_tree,
+    is_castable,
+)
+from halfstep._training import vary, varying_axes
 from halfstep.compat._scale import power_of_two_below
 
 __all__ = (
@@ -218,7 +223,7 @@ def _rules(amp_policy: Mapping[Any, Any]) -> Iterator[PrecisionRule]:
 # Loss scaling.
 
 
-class DynamicScalerState(_scaling.DynamicLossScaling):
+class DynamicScalerState(_training.DynamicLossScaling):
     """halfstep's `DynamicLossScaling` with jaxamp's constructor.
 
     Args:
@@ -232,7 +237,7 @@ class DynamicScalerState(_scaling.DynamicLossScaling):
     def __init__(
         self, patience: Any = 2000, adjust_factor: Any = 2.0, scaler: Any = 2.0**15, count: Any = 0
     ):
-        initial = _scaling.power_of_two(power_of_two_below(scaler, "scaler"), "scaler")
+        initial = _training.power_of_two(power_of_two_below(scaler, "scaler"), "scaler")
         if patience != int(patience) or patience < 1:
             raise ValueError(f"`patience` must be a whole number, 1 or more; got {patience}.")
         super().__init__(
@@ -240,7 +245,7 @@ class DynamicScalerState(_scaling.DynamicLossScaling):
             min(1.0, initial),
             _CEILING,
             period=int(patience),
-            factor=_scaling.power_of_two(adjust_factor, "adjust_factor"),
+            factor=_training.power_of_two(adjust_factor, "adjust_factor"),
         )
         # jaxamp counts one further before it grows: a state of its may have reached its patience.
         self.counter = jnp.asarray(min(int(count), self.period - 1), jnp.int32)
@@ -308,8 +313,8 @@ def dynamic_scale_value_and_grad(
 
         (_, result), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
         grads = state.unscale(grads)
-        loss_finite = _verdict.all_finite(result[0] if has_aux else result)
-        finite = loss_finite & _verdict.all_finite(grads)
+        loss_finite = _training.all_finite(result[0] if has_aux else result)
+        finite = loss_finite & _training.all_finite(grads)
         return state.adjust(finite), loss_finite & ~finite, (result, grads)
 
     @functools.wraps(fun)

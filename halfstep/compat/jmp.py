@@ -15,9 +15,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
-from halfstep import _gate, _policy, _scaling, _verdict
-from halfstep._cast import cast_tree
-from halfstep._formats import DTypeLike, dtype_name, half_precision, parse_dtype
+from halfstep import _policy, _training
+from halfstep._base import DTypeLike, dtype_name, half_precision, parse_dtype
+from halfstep._policy import cast_tree
 from halfstep.compat._scale import power_of_two_below
 
 __all__ = (
@@ -135,7 +135,7 @@ def cast_to_half(tree: T) -> T:
     return cast_tree(tree, half_dtype(), float64=True)
 
 
-class DynamicLossScale(_scaling.DynamicLossScaling):
+class DynamicLossScale(_training.DynamicLossScaling):
     """halfstep's `DynamicLossScaling` with jmp's constructor and limits.
 
     Args:
@@ -174,7 +174,7 @@ class DynamicLossScale(_scaling.DynamicLossScaling):
         return self.min_loss_scaling
 
 
-class StaticLossScale(_scaling.StaticLossScaling):
+class StaticLossScale(_training.StaticLossScaling):
     """halfstep's `StaticLossScaling` with jmp's constructor.
 
     Args:
@@ -190,7 +190,7 @@ class StaticLossScale(_scaling.StaticLossScaling):
         return self.loss_scaling
 
 
-class NoOpLossScale(_scaling.NoLossScaling):
+class NoOpLossScale(_training.NoLossScaling):
     """halfstep's `NoLossScaling`: trees pass through."""
 
     def __init__(self):
@@ -208,7 +208,7 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
     """Whether every floating-point or complex number in a pytree is finite."""
-    return _verdict.all_finite(tree)
+    return _training.all_finite(tree)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
@@ -218,10 +218,12 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     other leaf must be the same in both trees.
     """
     if jtu.tree_structure(a) != jtu.tree_structure(b):
-        return _gate.select_tree(pred, a, b)  # Its error shows both structures.
+        return _training.select_tree(pred, a, b)  # Its error shows both structures.
 
     def selectable(leaf: Any, other: Any) -> Any:
         numbers = all(isinstance(x, bool | int | float | complex) for x in (leaf, other))
         return np.asarray(leaf) if numbers and leaf != other else leaf
 
-    return _gate.select_tree(pred, jtu.tree_map(selectable, a, b), jtu.tree_map(selectable, b, a))
+    return _training.select_tree(
+        pred, jtu.tree_map(selectable, a, b), jtu.tree_map(selectable, b, a)
+    )

@@ -15,9 +15,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool
 
-from halfstep import _cast, _gate, _grad, _scaling, _update, _verdict
-from halfstep._formats import FORMATS, DTypeLike, parse_dtype
-from halfstep._leaves import is_array
+from halfstep import _policy, _training
+from halfstep._base import FORMATS, DTypeLike, is_array, parse_dtype
 from halfstep._policy import Policy
 from halfstep.compat._scale import power_of_two_below
 
@@ -99,32 +98,32 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
 def cast_tree(tree: T, dtype: DTypeLike) -> T:
     """Cast the floating-point arrays of a pytree, NumPy's included."""
-    return _cast.cast_tree(tree, dtype)
+    return _policy.cast_tree(tree, dtype)
 
 
 def cast_to_half_precision(x: T) -> T:
     """Cast to what `half_precision_datatype` says."""
-    return _cast.cast_tree(x, half_precision_datatype())
+    return _policy.cast_tree(x, half_precision_datatype())
 
 
 def cast_to_full_precision(x: T) -> T:
     """Cast to float32."""
-    return _cast.cast_to_full_precision(x)
+    return _policy.cast_to_full_precision(x)
 
 
 def cast_to_float16(x: T) -> T:
     """Cast to float16."""
-    return _cast.cast_to_float16(x)
+    return _policy.cast_to_float16(x)
 
 
 def cast_to_bfloat16(x: T) -> T:
     """Cast to bfloat16."""
-    return _cast.cast_to_bfloat16(x)
+    return _policy.cast_to_bfloat16(x)
 
 
 def cast_to_float32(x: T) -> T:
     """Cast to float32."""
-    return _cast.cast_to_float32(x)
+    return _policy.cast_to_float32(x)
 
 
 def cast_function(
@@ -137,7 +136,7 @@ def cast_function(
         dtype: What the floating-point arguments are cast to.
         return_dtype: What the results are cast to; `dtype` if it is `None`.
     """
-    return _cast.cast_function(func, dtype, dtype if return_dtype is None else return_dtype)
+    return _policy.cast_function(func, dtype, dtype if return_dtype is None else return_dtype)
 
 
 def force_full_precision(
@@ -150,10 +149,10 @@ def force_full_precision(
         return_dtype: What the results are cast to; `None` means the dtype the arguments had
             (mpx's default is float16, in bfloat16 mode too).
     """
-    return _cast.force_full_precision(func, return_dtype)
+    return _policy.force_full_precision(func, return_dtype)
 
 
-class DynamicLossScaling(_scaling.DynamicLossScaling):
+class DynamicLossScaling(_training.DynamicLossScaling):
     """halfstep's loss scaling with mpx's constructor and limits.
 
     Args:
@@ -186,17 +185,17 @@ class DynamicLossScaling(_scaling.DynamicLossScaling):
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
     """Whether every floating-point or complex number in a pytree is finite."""
-    return _verdict.all_finite(tree)
+    return _training.all_finite(tree)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
     """The arrays of `a` if `pred`, else those of `b`; what is no array is taken from `a`."""
     arrays, others = eqx.partition(a, is_array)
-    return eqx.combine(_gate.select_tree(pred, arrays, eqx.filter(b, is_array)), others)
+    return eqx.combine(_training.select_tree(pred, arrays, eqx.filter(b, is_array)), others)
 
 
 def scaled(
-    func: Callable[..., Any], scaling: _scaling.AbstractLossScaling, has_aux: bool = False
+    func: Callable[..., Any], scaling: _training.AbstractLossScaling, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Scale what a function returns; with `has_aux`, the first of the two things it returns."""
 
@@ -213,7 +212,7 @@ def scaled(
 
 def calculate_scaled_grad(
     func: Callable[..., Any],
-    scaling: _scaling.AbstractLossScaling,
+    scaling: _training.AbstractLossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., Any]:
@@ -234,7 +233,7 @@ def calculate_scaled_grad(
         differentiated = func
         if use_mixed_precision:
             half = half_precision_datatype()
-            args, kwargs = _cast.cast_arguments(func, args, kwargs, half)
+            args, kwargs = _policy.cast_arguments(func, args, kwargs, half)
             differentiated = scaled(func, scaling, has_aux)
         return eqx.filter_value_and_grad(differentiated, has_aux=has_aux)(*args, **kwargs)
 
@@ -243,7 +242,7 @@ def calculate_scaled_grad(
 
 def filter_value_and_grad(
     func: Callable[..., Any],
-    scaling: _scaling.AbstractLossScaling,
+    scaling: _training.AbstractLossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:
@@ -270,8 +269,8 @@ def filter_value_and_grad(
             applied = scaling
         else:
             options = {"policy": "f32", "keep": ("**",)}
-            applied = _scaling.NoLossScaling()
-        transform = _grad.filter_value_and_grad(
+            applied = _training.NoLossScaling()
+        transform = _training.filter_value_and_grad(
             func, applied, has_aux=has_aux, check_finite=True, **options
         )
         value, _, verdict, grads = transform(*args, **kwargs)
@@ -285,7 +284,7 @@ def filter_value_and_grad(
 
 def filter_grad(
     func: Callable[..., Any],
-    scaling: _scaling.AbstractLossScaling,
+    scaling: _training.AbstractLossScaling,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:
@@ -330,6 +329,6 @@ def optimizer_update(
         grads_finite: A boolean scalar.
         **extra_args: Passed to `optimizer.update`, which mpx does not.
     """
-    return _update.optimizer_update(
+    return _training.optimizer_update(
         model, optimizer, optimizer_state, grads, grads_finite, **extra_args
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from halfstep._formats import parse_dtype
+from halfstep._base import parse_dtype
 from halfstep.debug._range import Range
 from halfstep.debug._site import Site
 

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from halfstep._policy import Policy, as_policy
-from halfstep._progress import Progress
-from halfstep._rules import Operation, Outcome, PrecisionRule
+from halfstep._base import Progress
+from halfstep._policy import Operation, Outcome, Policy, PrecisionRule, as_policy
 from halfstep.debug._bisection import Bisection, Needed
 from halfstep.debug._compare import compare
 from halfstep.debug._measure import Measure, Trials

@@ -5,10 +5,8 @@ import html as escaping
 import os
 from typing import Any
 
-from halfstep._policy import Policy
-from halfstep._reports import Report
-from halfstep._rules import PrecisionRule
-from halfstep._tables import aligned, html_table
+from halfstep._base import Report, aligned, html_table
+from halfstep._policy import Policy, PrecisionRule
 from halfstep._version import __version__
 from halfstep.debug._comparison import share
 

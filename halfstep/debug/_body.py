@@ -7,12 +7,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from halfstep._autocast._graph import Constant, Graph, Node, Operand, graph_of, is_of_jax
-from halfstep._explain._entry import typed
-from halfstep._explain._sources import UNKNOWN, Finder, Source
-from halfstep._jaxprs import closed
-from halfstep._program.structures import Inner
-from halfstep._settle import NAME as SETTLE
+from halfstep._base import NAME as SETTLE, closed
+from halfstep._explain import typed
+from halfstep._program import (
+    UNKNOWN,
+    Constant,
+    Finder,
+    Graph,
+    Inner,
+    Node,
+    Operand,
+    Source,
+    graph_of,
+    is_of_jax,
+)
 from halfstep.debug._site import Pass, Site
 from halfstep.debug._stats import is_recorded
 

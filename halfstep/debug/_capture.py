@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from halfstep._flat import FlatCall
-from halfstep._verdict import Verdict
+from halfstep._base import FlatCall
+from halfstep._training import Verdict
 
 _ARRAYS = "arrays"
 _ABOUT = "about.json"

@@ -7,13 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast import check_state, settings_of, trace
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._sites import placed
-from halfstep._autocast._types import Plan, held_dtype, inner_plans
-from halfstep._explain._entry import name_of
-from halfstep._f8_scaling import F8Scaling
+from halfstep._autocast import (
+    Kind,
+    Plan,
+    check_state,
+    held_dtype,
+    inner_plans,
+    placed,
+    settings_of,
+    trace,
+)
+from halfstep._explain import name_of
 from halfstep._policy import Policy, as_policy
+from halfstep._training import F8Scaling
 from halfstep.debug._added import Errors
 from halfstep.debug._body import Body, body_of
 from halfstep.debug._comparison import Comparison

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep._reports import Report
-from halfstep._tables import ABSENT, aligned, html_table
+from halfstep._base import ABSENT, Report, aligned, html_table
 from halfstep.debug._comparison_plot import plot
 from halfstep.debug._deviation import Deviation, GradientDeviation
 from halfstep.debug._distance import Distance, distance

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep._figure import figure_of
+from halfstep._base import figure_of
 from halfstep.debug._deviation import Deviation, GradientDeviation
 
 _LINE, _JUMP = "#1565c0", "#d32f2f"

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from halfstep._leaves import is_array
+from halfstep._base import is_array
 
 
 class Compiled:

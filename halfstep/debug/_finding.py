@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant
-from halfstep._reports import Report
+from halfstep._base import Report
+from halfstep._program import Constant
 from halfstep.debug._advice import advice, which_of
 from halfstep.debug._layout import Layout
 from halfstep.debug._origin import Origin, turns_of

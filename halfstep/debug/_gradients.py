@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from halfstep._autocast._graph import Graph
-from halfstep._grad import filter_value_and_grad
-from halfstep._paths import path_string
+from halfstep._base import path_string
 from halfstep._policy import Policy
-from halfstep._scaling import NoLossScaling, StaticLossScaling
+from halfstep._program import Graph
+from halfstep._training import NoLossScaling, StaticLossScaling, filter_value_and_grad
 
 
 class Gradients(NamedTuple):

@@ -10,9 +10,8 @@ from typing import Any, SupportsIndex
 
 import jax
 
-from halfstep._ledger import Ledger
-from halfstep._reports import Report
-from halfstep._scaling import NoLossScaling
+from halfstep._base import Report
+from halfstep._training import Ledger, NoLossScaling
 from halfstep.debug import _live_text as texts
 from halfstep.debug._live_history import History
 from halfstep.debug._live_plot import plot

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep._figure import figure_of
+from halfstep._base import figure_of
 from halfstep.debug._live_history import History, Part
 from halfstep.debug._live_text import KNOWN, LOSS, OVERFLOW, SCALE, SKIPPED, UNDERFLOW
 

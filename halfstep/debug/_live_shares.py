@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfstep._explain._sources import Finder, Frame
+from halfstep._program import Finder, Frame
 from halfstep.debug._site import Site
 from halfstep.debug._stats import Column
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from halfstep._tables import ABSENT, aligned, html_table, percent
+from halfstep._base import ABSENT, aligned, html_table, percent
 from halfstep.debug._live_history import History, Part
 from halfstep.debug._live_shares import Shares, Worst
 from halfstep.debug._site import Site

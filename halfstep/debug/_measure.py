@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast import rewritten, settings_of, trace
-from halfstep._autocast._types import Plan, decided
+from halfstep._autocast import Plan, decided, rewritten, settings_of, trace
 from halfstep._policy import Policy, as_policy
 from halfstep.debug._compiled import Compiled
 from halfstep.debug._distance import distance, sums

@@ -6,8 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant
-from halfstep._program.structures import Scan
+from halfstep._program import Constant, Scan
 from halfstep.debug._body import Body
 from halfstep.debug._layout import Layout
 from halfstep.debug._parents import Parents, Turns

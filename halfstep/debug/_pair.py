@@ -9,23 +9,31 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from halfstep._autocast._graph import Constant, Node, Operand
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._loops import hold
-from halfstep._autocast._recompute import Place
-from halfstep._autocast._run import Environment, bind, held, operand_of
-from halfstep._autocast._types import Decision, Plan
-from halfstep._program.control_flow import bind_again
-from halfstep._program.structures import (
+from halfstep._autocast import (
+    Decision,
+    Environment,
+    Kind,
+    Place,
+    Plan,
+    bind,
+    held,
+    hold,
+    operand_of,
+)
+from halfstep._program import (
     Cond,
+    Constant,
     CustomJvp,
     CustomVjp,
     CustomVmap,
     Jit,
+    Node,
+    Operand,
     Remat,
     Scan,
     ShardMap,
     While,
+    bind_again,
 )
 from halfstep.debug._body import Body
 from halfstep.debug._distance import Sum, absent, added, sums

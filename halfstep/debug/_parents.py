@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep._autocast._graph import Constant, Operand
-from halfstep._program.structures import Scan
+from halfstep._program import Constant, Operand, Scan
 from halfstep.debug._body import Body
 from halfstep.debug._layout import Layout
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfstep._figure import figure_of
+from halfstep._base import figure_of
 from halfstep.debug._site import Site
 from halfstep.debug._site_history import Trace
 

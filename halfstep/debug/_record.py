@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from halfstep._formats import parse_dtype
+from halfstep._base import parse_dtype
 from halfstep.debug._log import Log, new_log
 from halfstep.debug._run import run
 from halfstep.debug._site import Site

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep._reports import Report
-from halfstep._tables import ABSENT, aligned, html_table, percent
+from halfstep._base import ABSENT, Report, aligned, html_table, percent
 from halfstep.debug._finding import NonFinite, finding
 from halfstep.debug._layout import Layout
 from halfstep.debug._origin import origin

@@ -10,18 +10,19 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from halfstep._autocast._graph import Constant, Node
-from halfstep._program.control_flow import bind_again
-from halfstep._program.structures import (
+from halfstep._program import (
     Cond,
+    Constant,
     CustomJvp,
     CustomVjp,
     CustomVmap,
     Jit,
+    Node,
     Remat,
     Scan,
     ShardMap,
     While,
+    bind_again,
 )
 from halfstep.debug._body import Body
 from halfstep.debug._layout import Layout

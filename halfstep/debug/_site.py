@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, Literal as OneOf
 
-from halfstep._explain._entry import Typed
-from halfstep._explain._sources import Source
+from halfstep._explain import Typed
+from halfstep._program import Source
 
 Pass = OneOf["forward", "backward", "update"]
 """Of a training step: the loss, its derivative, and what is made of that."""

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._flat import FlatCall
-from halfstep._private_jax import lines_of_backward_functions
+from halfstep._base import FlatCall, lines_of_backward_functions
 from halfstep.debug._body import Body, between_lines, body_of, every_operation
 from halfstep.debug._layout import Layout, layout_of
 from halfstep.debug._site import Site

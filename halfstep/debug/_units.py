@@ -4,10 +4,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from halfstep._autocast._table import Rule
-from halfstep._autocast._types import Plan, decided
-from halfstep._explain._sources import Finder
-from halfstep._rules import Operation, Outcome, PrecisionRule
+from halfstep._autocast import Plan, Rule, decided
+from halfstep._policy import Operation, Outcome, PrecisionRule
+from halfstep._program import Finder
 
 
 @dataclasses.dataclass(frozen=True)

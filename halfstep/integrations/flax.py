@@ -24,10 +24,15 @@ import flax.serialization
 import jax.numpy as jnp
 
 from halfstep._autocast import check_sites
-from halfstep._f8_scaling import F8Scaling, SiteState
-from halfstep._ledger import Ledger
-from halfstep._scaling import DynamicLossScaling, NoLossScaling, StaticLossScaling
-from halfstep._verdict import Verdict
+from halfstep._training import (
+    DynamicLossScaling,
+    F8Scaling,
+    Ledger,
+    NoLossScaling,
+    SiteState,
+    StaticLossScaling,
+    Verdict,
+)
 
 
 def _where(name: str, owner: type) -> str:

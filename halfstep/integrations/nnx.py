@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 from flax import nnx
 
-from halfstep._arguments import argument_names, listed
-from halfstep._gate import gated, select_tree
-from halfstep._grad import filter_value_and_grad
+from halfstep._base import argument_names, listed
 from halfstep._policy import Policy
-from halfstep._scaling import AbstractLossScaling
+from halfstep._training import AbstractLossScaling, filter_value_and_grad, gated, select_tree
 
 # Committed with skipped steps too: with the old counters the next step would draw the same dropout
 # mask again, and what a module sowed is there to be read after a bad step above all.

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import optax
 
-from halfstep._gate import select_tree
-from halfstep._verdict import as_predicate
+from halfstep._training import as_predicate, select_tree
 from halfstep.optim._transform import Transformation, is_trained, transformation
 
 

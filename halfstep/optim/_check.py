@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._leaves import is_inexact
-from halfstep._paths import path_string
+from halfstep._base import is_inexact, path_string
 from halfstep.optim._layout import Layout
 from halfstep.optim._state import FlashState
 from halfstep.quant import Groups, Quantized

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._paths import compile_rule, match_rules, path_string
+from halfstep._base import compile_rule, match_rules, path_string
 from halfstep.optim._check import StateError
 from halfstep.optim._known import CODES_OF
 from halfstep.optim._layout import shards_of

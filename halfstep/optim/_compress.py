@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from halfstep._gate import gated
-from halfstep._paths import path_string
+from halfstep._base import path_string
+from halfstep._training import gated
 from halfstep.optim._coded import Codes, codes_in, decoded, encoded, encoded_like
 from halfstep.optim._layout import MIN_SIZE, is_stochastic
 from halfstep.optim._transform import Transformation, of_models, transformation

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._leaves import is_inexact
-from halfstep._verdict import as_predicate
+from halfstep._base import is_inexact
+from halfstep._training import as_predicate
 from halfstep.kernels.flash_update import Implementation, Leaf, Scalars, Spec, flash_update
 from halfstep.optim._check import check_state
 from halfstep.optim._layout import Layout, zeros

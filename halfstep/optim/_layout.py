@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from halfstep._paths import match_rules, path_string
+from halfstep._base import match_rules, path_string
 from halfstep.quant import Groups, groups_for
 
 MIN_SIZE = 4096

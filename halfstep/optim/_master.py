@@ -8,8 +8,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int32
 
-from halfstep._gate import gated
-from halfstep._leaves import is_inexact
+from halfstep._base import is_inexact
+from halfstep._training import gated
 from halfstep.optim._check import StateError
 from halfstep.optim._layout import MIN_SIZE, zeros
 from halfstep.optim._transform import Transformation, of_models, transformation

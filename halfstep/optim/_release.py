@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from halfstep._gate import select_tree
-from halfstep._leaves import is_inexact
-from halfstep._scaling import AbstractLossScaling, NoLossScaling
-from halfstep._update import apply_gradients
-from halfstep._verdict import Verdict, finite_flags, judge, magnitudes
+from halfstep._base import is_inexact
+from halfstep._training import (
+    AbstractLossScaling,
+    NoLossScaling,
+    Verdict,
+    apply_gradients,
+    finite_flags,
+    judge,
+    magnitudes,
+    select_tree,
+)
 from halfstep.optim import _release_check as check
 from halfstep.optim._check import StateError
 from halfstep.optim._release_clip import factor, multiply, squares

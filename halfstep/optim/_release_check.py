@@ -5,9 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfstep._formats import at_least_float32
-from halfstep._leaves import is_inexact
-from halfstep._paths import path_string
+from halfstep._base import at_least_float32, is_inexact, path_string
 from halfstep.optim._check import StateError
 
 

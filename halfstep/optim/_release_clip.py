@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from halfstep._formats import at_least_float32
+from halfstep._base import at_least_float32
 
 
 def squares(grads: Any) -> Float32[Array, ""]:

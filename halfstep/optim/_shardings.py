@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfstep._paths import path_string
+from halfstep._base import path_string
 from halfstep.optim._layout import sharding_of
 from halfstep.quant._groups import SIZE
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from halfstep._leaves import is_inexact
+from halfstep._base import is_inexact
 
 
 class Transformation(optax.GradientTransformationExtraArgs):

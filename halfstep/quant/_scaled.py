@@ -10,7 +10,7 @@ import numpy as np
 from jax.lax import bitcast_convert_type
 from jaxtyping import Array, Float, Float32, Key, Shaped
 
-from halfstep._recipe import Factor
+from halfstep._policy import Factor
 from halfstep.quant._stochastic import stochastic_round
 
 

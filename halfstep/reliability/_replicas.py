@@ -15,8 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from halfstep._digest import device_sums
-from halfstep._paths import path_string
+from halfstep._base import device_sums, path_string
 
 _SHOWN = 5
 

@@ -11,7 +11,7 @@ import halfstep
 from halfstep._autocast._api import settings_of
 from halfstep._autocast._bounds import LARGEST
 from halfstep._autocast._trace import trace
-from halfstep._policy import as_policy
+from halfstep._policy.policy import as_policy
 
 pytestmark = pytest.mark.core
 W = {"a": jnp.eye(4) * 1000.0, "b": jnp.eye(4)}

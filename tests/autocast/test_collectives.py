@@ -1,6 +1,7 @@
 """Values that devices sum, gather or exchange are as exact, and as wide, as they were before."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def test_what_devices_scatter_is_stored_in_16_bits_for_the_backward_pass():
 
     low = halfstep.autocast(over_devices(func), "bf16")
     kept = jax.make_jaxpr(lambda x: jax.vjp(low, x)[1])(VALUES).jaxpr
-    stored = [var.aval for var in kept.outvars if var not in kept.invars]
+    stored: list[Any] = [var.aval for var in kept.outvars if var not in kept.invars]
     rows = [aval for aval in stored if aval.size == VALUES.size]
     assert rows
     assert {aval.dtype for aval in rows} == {np.dtype(jnp.bfloat16)}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import halfstep
 from halfstep._autocast._api import autocast
-from halfstep._jaxprs import ClosedJaxpr
+from halfstep._base.jaxprs import ClosedJaxpr
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import halfstep
-from halfstep import _settle
+from halfstep._base import rounding as _settle
 from tests._rows import slow_unless
 from tests.conformance.test_structures import ROWS, Row, data
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from halfstep._versions import TESTED_JAX, TESTED_PYTHON, known_to_work
+from halfstep._base.versions import TESTED_JAX, TESTED_PYTHON, known_to_work
 from halfstep.cli import _doctor, _facts, main
 from halfstep.cli._pitfalls import pitfalls
 from halfstep.cli._requires import Requirement, expanded

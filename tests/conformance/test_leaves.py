@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import halfstep
-from halfstep._gate import Gate
+from halfstep._training.gate import Gate
 from tests.conformance._leaves import ROWS
 
 pytestmark = [pytest.mark.core, pytest.mark.types]

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import halfstep
 from halfstep import debug
 from halfstep._explain._entry import Typed
-from halfstep._explain._sources import Source
+from halfstep._program.sources import Source
 from halfstep.debug import _live, _live_plot, _live_read, _live_show
 from halfstep.debug._live_history import History, Part
 from halfstep.debug._live_shares import Sites

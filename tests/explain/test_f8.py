@@ -14,8 +14,8 @@ import halfstep
 from halfstep._autocast._table import CONTRACTIONS
 from halfstep._explain._call import Call
 from halfstep._explain._residuals import by_dtype, residuals
-from halfstep._explain._sources import Finder
 from halfstep._program.control_flow import equations
+from halfstep._program.sources import Finder
 from tests.explain._functions import shape
 from tests.explain.test_report import Balanced
 

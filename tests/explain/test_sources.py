@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from halfstep._explain._sources import Finder, Frame
+from halfstep._program.sources import Finder, Frame
 
 CELL = "/tmp/ipykernel_7/2022863338.py"
 

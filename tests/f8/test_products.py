@@ -15,7 +15,7 @@ import halfstep
 from halfstep import RECIPES
 from halfstep._autocast import settings_of, trace
 from halfstep._autocast._types import decided
-from halfstep._policy import as_policy
+from halfstep._policy.policy import as_policy
 from tests._jaxprs import equations
 
 BF16 = np.dtype(jnp.bfloat16)

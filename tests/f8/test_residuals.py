@@ -11,7 +11,7 @@ import halfstep
 from benchmarks._transformers import CASES, data
 from halfstep import Policy
 from halfstep._autocast._kept import keep, restore
-from halfstep._recipe import Factor
+from halfstep._policy.recipe import Factor
 from tests.f8.test_frameworks import cosine, flat
 
 ROWS = {element: Factor(element=element, per="row") for element in ("e4m3", "e5m2")}

@@ -15,7 +15,7 @@ from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import halfstep
-from halfstep._digest import digests
+from halfstep._base.digest import digests
 from halfstep.integrations._orbax._files import read_data
 from tests.integrations._bits import assert_same, recipes_state, same_bits, through
 
@@ -447,7 +447,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_digests_do_not_depend_on_shardings(monkeypatch: pytest.MonkeyPatch, kind: AxisType):
-    monkeypatch.setattr("halfstep._digest._SMALL", -1)
+    monkeypatch.setattr("halfstep._base.digest._SMALL", -1)
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.normal(0, 9, (4, 8))).astype(dtype) for dtype in NUMBERS]
     arrays.append(jnp.asarray(random.normal(size=(4, 8)) + 1j, jnp.complex64))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from halfstep import _settle
+from halfstep._base import rounding as _settle
 from tests._rows import slow_unless
 
 

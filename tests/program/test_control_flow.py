@@ -10,9 +10,9 @@ import pytest
 from jax.extend import core
 
 import halfstep
-from halfstep._jaxprs import jaxprs_in
+from halfstep._base.jaxprs import jaxprs_in
+from halfstep._base.versions import TESTED_JAX
 from halfstep._program import control_flow as table, structures
-from halfstep._versions import TESTED_JAX
 from tests.program._examples import EXAMPLES, Example
 
 pytestmark = [pytest.mark.core, pytest.mark.wheel]

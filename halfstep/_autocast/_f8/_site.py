@@ -22,7 +22,7 @@ from halfstep._autocast._f8._roles import (
 )
 from halfstep._autocast._f8._written import Written, observed, read, same_on_both, written
 from halfstep._autocast._linear import gradient_by, linear, product_with
-from halfstep._recipe import Factor, Recipe
+from halfstep._policy import Factor, Recipe
 from halfstep.quant._scaled import Scaled
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast._f8._roles import Roles, as_rows, from_rows
-from halfstep._recipe import Factor
+from halfstep._policy import Factor
 from halfstep.quant._scaled import (
     Blocks,
     Scaled,

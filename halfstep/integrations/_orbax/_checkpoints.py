@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from halfstep._digest import digests
+from halfstep._base import digests
 from halfstep._version import __version__
 from halfstep.integrations._orbax import _arrays, _data, _files, _folder, _processes
 from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError

@@ -11,10 +11,8 @@ from typing import Any
 
 import jax
 
-from halfstep._f8_scaling import SiteState
-from halfstep._ledger import Ledger
-from halfstep._recipe import Recipe
-from halfstep._scaling import AbstractLossScaling
+from halfstep._policy import Recipe
+from halfstep._training import AbstractLossScaling, Ledger, SiteState
 from halfstep.integrations._orbax._errors import CheckpointError
 
 _NODES = (AbstractLossScaling, Ledger, SiteState)

@@ -12,10 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, UInt
 
-from halfstep._leaves import is_inexact
-from halfstep._paths import path_string
-from halfstep._shown import with_values
-from halfstep._state import is_state_node
+from halfstep._base import is_inexact, is_state_node, path_string, with_values
 
 # Annotations of fields hold under vmap too, where each of these scalars has a batch axis.
 BoolLike: TypeAlias = Bool[Array, "..."]

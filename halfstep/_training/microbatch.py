@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from halfstep._arguments import Arguments
-from halfstep._collective import vary, varying_axes
-from halfstep._formats import at_least_float32
-from halfstep._leaves import is_array, is_key
+from halfstep._base import Arguments, at_least_float32, is_array, is_key
+from halfstep._training.collective import vary, varying_axes
 
 # (args, kwargs) -> (loss, aux, gradients, magnitudes), for one microbatch.
 Step = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any, Any]]

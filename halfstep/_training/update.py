@@ -5,8 +5,8 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import optax
 
-from halfstep._gate import gated
-from halfstep._verdict import as_predicate
+from halfstep._training.gate import gated
+from halfstep._training.verdict import as_predicate
 
 M = TypeVar("M")
 

@@ -11,13 +11,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from halfstep._arguments import listed
 from halfstep._autocast import OFF, Slot, named_sites, rewritten, settings_of, trace
-from halfstep._formats import at_least_float32
-from halfstep._policy import Policy, as_policy
-from halfstep._recipe import Recipe
-from halfstep._scaling import AbstractLossScaling, NoLossScaling
-from halfstep._verdict import as_predicate
+from halfstep._base import at_least_float32, listed
+from halfstep._policy import Policy, Recipe, as_policy, state_of
+from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
+from halfstep._training.verdict import as_predicate
 from halfstep.quant._scaled import power_of_two
 
 T = TypeVar("T")
@@ -107,6 +105,67 @@ class F8Scaling(AbstractLossScaling):
     ):
         self.loss, self.sites, self.key, self.step = loss, sites, key, step
         self.recipe, self.off = recipe, off
+
+    @staticmethod
+    def init(
+        recipe: Recipe,
+        func: Callable[..., Any],
+        *args: Any,
+        loss_scaling: AbstractLossScaling | None = None,
+        key: Any = None,
+        policy: Policy | str | None = None,
+        params: Any = 0,
+        calibrate: bool = True,
+        **kwargs: Any,
+    ) -> "F8Scaling":
+        """The state of a recipe for a function: what `Recipe.init` makes.
+
+        Args:
+            recipe: The recipe.
+            func: The loss function, or any other.
+            *args: What it is called with.
+            loss_scaling: One that the state goes along with.
+            key: For recipes that round at random.
+            policy: If it has rules.
+            params: Which arguments hold parameters.
+            calibrate: Whether delayed scales begin with the magnitudes of one step.
+            **kwargs: Other arguments of the function.
+
+        Raises:
+            ValueError: If the recipe rounds at random and there is no key.
+            TypeError: If a step is to be taken with `jax.ShapeDtypeStruct` for arrays.
+        """
+        loss = NoLossScaling() if loss_scaling is None else loss_scaling
+        if recipe.is_random and key is None:
+            raise ValueError(
+                f"the recipe {recipe.name!r} rounds at random: pass key=jax.random.key(seed)."
+            )
+        settings = settings_of(as_policy(policy or "bf16").replace(recipe=recipe))
+        call = trace(func, settings, args, kwargs, params=listed(params), keep=())
+        sites = {
+            found.name: SiteState(
+                history=jnp.zeros((*found.turns, recipe.history, 3), jnp.float32),
+                seen=jnp.zeros((*found.turns, 3, 3), jnp.float32),
+                degraded=jnp.zeros(found.turns, jnp.int32),
+            )
+            for found in named_sites(call.plan)
+        }
+        bits = None
+        if recipe.is_random:
+            bits = (
+                jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+            )
+        scaling = F8Scaling(
+            loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=recipe, off=()
+        )
+        if not (recipe.history and calibrate and sites):
+            return scaling
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.arrays):
+            raise TypeError(
+                "the first scales are made of what is seen in one step, which needs arrays; got "
+                "jax.ShapeDtypeStruct. Pass arrays, or calibrate=False to begin with scales of 1."
+            )
+        return _calibrated(scaling, func, settings, listed(params), args, kwargs)
 
     @property
     def loss_scaling(self) -> Any:
@@ -231,49 +290,6 @@ def _like(vector: Array, array: Array) -> Array:
     return vector.reshape((1,) * (array.ndim - 1) + vector.shape)
 
 
-def init(
-    recipe: Recipe,
-    func: Callable[..., Any],
-    *args: Any,
-    loss_scaling: AbstractLossScaling | None = None,
-    key: Any = None,
-    policy: Policy | str | None = None,
-    params: Any = 0,
-    calibrate: bool = True,
-    **kwargs: Any,
-) -> F8Scaling:
-    """The state of a recipe for a function; see `Recipe.init`."""
-    loss = NoLossScaling() if loss_scaling is None else loss_scaling
-    if recipe.is_random and key is None:
-        raise ValueError(
-            f"the recipe {recipe.name!r} rounds at random: pass key=jax.random.key(seed)."
-        )
-    settings = settings_of(as_policy(policy or "bf16").replace(recipe=recipe))
-    call = trace(func, settings, args, kwargs, params=listed(params), keep=())
-    sites = {
-        found.name: SiteState(
-            history=jnp.zeros((*found.turns, recipe.history, 3), jnp.float32),
-            seen=jnp.zeros((*found.turns, 3, 3), jnp.float32),
-            degraded=jnp.zeros(found.turns, jnp.int32),
-        )
-        for found in named_sites(call.plan)
-    }
-    bits = None
-    if recipe.is_random:
-        bits = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    scaling = F8Scaling(
-        loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=recipe, off=()
-    )
-    if not (recipe.history and calibrate and sites):
-        return scaling
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.arrays):
-        raise TypeError(
-            "the first scales are made of what is seen in one step, which needs arrays; got "
-            "jax.ShapeDtypeStruct. Pass arrays, or calibrate=False to begin with scales of 1."
-        )
-    return _calibrated(scaling, func, settings, listed(params), args, kwargs)
-
-
 def _calibrated(
     scaling: F8Scaling, func: Any, settings: Any, params: Any, args: Any, kwargs: Any
 ) -> F8Scaling:
@@ -298,3 +314,6 @@ def _calibrated(
         # One buffer for each, so that all of them can be donated.
         sites[name] = dataclasses.replace(site, history=jnp.array(history), seen=found[name])
     return dataclasses.replace(scaling, sites=sites)
+
+
+state_of.register(Recipe, F8Scaling.init)

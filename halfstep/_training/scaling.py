@@ -10,10 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from halfstep._formats import at_least_float32
-from halfstep._leaves import is_inexact
-from halfstep._shown import with_values
-from halfstep._verdict import as_predicate
+from halfstep._base import at_least_float32, is_inexact, with_values
+from halfstep._training.verdict import as_predicate
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from halfstep import _private_jax
+from halfstep._base import OWN_FILE
 
 # What the user calls, and whose lines say nothing to them.
 _LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
@@ -74,7 +74,7 @@ class Finder:
         return Source(_relative(frame.file), frame.line, _function(frame.function))
 
     def _is_machinery(self, file: str) -> bool:
-        if file == _private_jax.__file__:
+        if file == OWN_FILE:
             return True
         if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
             return True

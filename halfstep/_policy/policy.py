@@ -10,12 +10,11 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 import numpy as np
 
-from halfstep._cast import cast_tree
-from halfstep._formats import DTypeLike, dtype_name, parse_dtype
-from halfstep._paths import compile_rule
-from halfstep._policy_file import from_toml, to_toml
-from halfstep._recipe import RECIPES, Recipe, as_recipe
-from halfstep._rules import PrecisionRule, as_rule
+from halfstep._base import DTypeLike, compile_rule, dtype_name, parse_dtype
+from halfstep._policy.cast import cast_tree
+from halfstep._policy.file import from_toml, to_toml
+from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
+from halfstep._policy.rules import PrecisionRule, as_rule
 
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]

@@ -13,10 +13,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core, source_info_util
 
-from halfstep._jaxprs import ClosedJaxpr
+from halfstep._base import ClosedJaxpr
+from halfstep._policy import plain_scope
 from halfstep._program.control_flow import structure_of
 from halfstep._program.structures import Jit, Structure
-from halfstep._rules import plain_scope
 
 _S = TypeVar("_S", bound=Structure)
 _USUAL_BATCH = 1024

@@ -8,7 +8,7 @@ from typing import Any, Literal as OneOf, get_args
 
 import jax
 
-from halfstep._paths import compile_rule
+from halfstep._base import compile_rule
 
 Outcome = OneOf["compute", "float32", "widest", "follow", "as_traced", "accumulate"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)

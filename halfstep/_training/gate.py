@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from halfstep._leaves import is_array
-from halfstep._ledger import Ledger
-from halfstep._paths import path_string
-from halfstep._verdict import as_predicate
+from halfstep._base import is_array, path_string
+from halfstep._training.ledger import Ledger
+from halfstep._training.verdict import as_predicate
 
 T = TypeVar("T")
 

@@ -11,24 +11,29 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from halfstep._arguments import Arguments, listed
 from halfstep._autocast import check_state, rewritten, settings_of
-from halfstep._cast import cast_arguments, cast_tree, is_castable
-from halfstep._collective import (
+from halfstep._base import (
+    Arguments,
+    DTypeLike,
+    at_least_float32,
+    dtype_name,
+    is_state_node,
+    listed,
+    parse_dtype,
+    path_string,
+)
+from halfstep._policy import Policy, as_policy, cast_arguments, cast_tree, is_castable
+from halfstep._training.collective import (
     Reduction,
     agree,
     reduce_gradients,
     reduce_value,
     vary_tree,
 )
-from halfstep._f8_scaling import F8Scaling
-from halfstep._formats import DTypeLike, at_least_float32, dtype_name, parse_dtype
-from halfstep._microbatch import accumulate
-from halfstep._paths import path_string
-from halfstep._policy import Policy, as_policy
-from halfstep._scaling import AbstractLossScaling, NoLossScaling
-from halfstep._state import is_state_node
-from halfstep._verdict import finite_flags, judge, magnitudes, unchecked
+from halfstep._training.f8_scaling import F8Scaling
+from halfstep._training.microbatch import accumulate
+from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
+from halfstep._training.verdict import finite_flags, judge, magnitudes, unchecked
 
 
 def _named(value: Any) -> str:

@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from halfstep._arguments import Arguments
-from halfstep._formats import DTypeLike, half_dtype, parse_dtype, widest
-from halfstep._keep import KEEP_SCOPE
-from halfstep._paths import match_rules
-from halfstep._settle import cast
-from halfstep._state import MarkedLeaf, marked_leaves
+from halfstep._base import (
+    Arguments,
+    DTypeLike,
+    MarkedLeaf,
+    cast,
+    half_dtype,
+    marked_leaves,
+    match_rules,
+    parse_dtype,
+    widest,
+)
+from halfstep._policy.keep import KEEP_SCOPE
 
 T = TypeVar("T")
 

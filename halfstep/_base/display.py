@@ -1,9 +1,84 @@
-"""Figures and tables for people, as text and as HTML."""
+"""What people see: figures and tables as text and HTML, progress, pictures, small states."""
 
 import html as escaping
 import shutil
 import sys
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+
+
+def with_values(module: Any) -> str:
+    """The text of a module in which arrays of one number are that number, where it is known."""
+    return eqx.tree_pformat(jtu.tree_map(_number, module))
+
+
+def _number(leaf: Any) -> Any:
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    if not is_known or leaf.ndim or leaf.is_deleted():
+        return leaf
+    # Of an array over several processes, each has the number if all have it.
+    return leaf.item() if leaf.is_fully_addressable or leaf.is_fully_replicated else leaf
+
+
+def figure_of(what: str) -> Any:
+    """An empty figure, which has no size yet.
+
+    It is made without pyplot: no window opens, and no state outlives the caller.
+
+    Raises:
+        ModuleNotFoundError: Without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"drawing {what} needs matplotlib, which is not installed. Install it with: "
+            'pip install "halfstep[plot]"'
+        ) from error
+    return Figure(layout="constrained")
+
+
+class Progress:
+    """Counts compiles on standard error; nothing at all without tqdm."""
+
+    def __init__(self, total: int | None, *, show: bool):
+        self._bar: Any = None
+        if show:
+            try:
+                from tqdm.auto import tqdm
+            except ModuleNotFoundError:
+                return
+            self._bar = tqdm(total=total, unit="compile", leave=False)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def begin(self, what: str) -> None:
+        """Say what is being compiled."""
+        if self._bar is not None:
+            # As it is: tqdm would write a second colon where it has no total.
+            self._bar.set_description_str(what)
+
+    def done(self) -> None:
+        """Count one compile."""
+        if self._bar is not None:
+            self._bar.update()
+
 
 ABSENT = "-"
 # Narrower than this, a column of text says nothing any more.

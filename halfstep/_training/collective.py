@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from halfstep._formats import at_least_float32, widest
+from halfstep._base import at_least_float32, widest
 
 T = TypeVar("T")
 

@@ -1,12 +1,17 @@
-"""Tree paths as text, and the rules that select leaves by them."""
+"""Trees: paths as text, rules that select leaves by them, kinds of leaves, persistent state."""
 
 import difflib
 import functools
 import re
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 
 def path_string(path: Sequence[Any], *, root: str = "") -> str:
@@ -95,3 +100,80 @@ def _unmatched(rule: str, paths: Sequence[str], roots: Sequence[str], option: st
         f"Nearest candidates: {listed}. Components are separated by '/', '**' stands for any "
         "number of them. Use one of these, or leave the rule out."
     )
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a scalar of JAX's or NumPy's."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is made of floating-point or complex numbers, Python's own included."""
+    if isinstance(leaf, float | complex):
+        return True
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is made of typed PRNG keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+STATE_NAMES = ("batch_stats", "mean_ema", "var_ema", "running_mean", "running_var")
+"""Path components that mark state: Linen's collection, Haiku's averages, PyTorch's buffers."""
+
+_STATE_NAME = re.compile(rf"(?:^|/)(?:{'|'.join(STATE_NAMES)})(?:/|$)")
+
+
+class MarkedLeaf(NamedTuple):
+    """A leaf, its path as text, and whether it is persistent state."""
+
+    path: str
+    leaf: Any
+    is_state: bool
+
+
+def is_state_node(node: Any) -> bool:
+    """Whether a node of a tree is persistent state by its type."""
+    if isinstance(node, eqx.nn.State):
+        return True
+    # NNX variables exist only once their user has imported Flax, which halfstep never does here.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+
+
+def variables_in(tree: Any) -> list[Any]:
+    """The variables of NNX modules in a tree, which functions change in place."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return [node for node in nodes if isinstance(node, nnx.Variable)]
+
+
+def set_variable(variable: Any, value: Any) -> None:
+    """Change a variable of an NNX module in place.
+
+    Raises:
+        ValueError: The variable belongs outside of the gradient function that is being traced.
+    """
+    try:
+        variable.set_raw_value(value)
+    except sys.modules["flax"].errors.TraceContextError as error:
+        raise ValueError(
+            f"the function changes a {type(variable).__name__} of an NNX module in place, and its "
+            "new value cannot leave the gradient function. Use "
+            "halfstep.integrations.nnx.value_and_grad, which takes modules in all arguments."
+        ) from error
+
+
+def marked_leaves(tree: Any, *, root: str = "") -> list[MarkedLeaf]:
+    """The leaves of `tree` in JAX's order, each with its path and whether it is state."""
+    marked: list[MarkedLeaf] = []
+    for path, node in jtu.tree_flatten_with_path(tree, is_leaf=is_state_node)[0]:
+        by_type = is_state_node(node)
+        below = jtu.tree_flatten_with_path(node)[0] if by_type else [((), node)]
+        for sub_path, leaf in below:
+            text = path_string((*path, *sub_path), root=root)
+            marked.append(MarkedLeaf(text, leaf, by_type or bool(_STATE_NAME.search(text))))
+    return marked

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from halfstep._f8_scaling import F8Scaling
-from halfstep._shown import with_values
-from halfstep._verdict import Verdict, as_predicate
+from halfstep._base import with_values
+from halfstep._training.f8_scaling import F8Scaling
+from halfstep._training.verdict import Verdict, as_predicate
 
 
 class SkipLimitError(RuntimeError):

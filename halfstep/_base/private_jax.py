@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
+OWN_FILE = __file__
+"""Frames of this file are not the user's."""
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _BACKWARD = "backward_pass"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -205,13 +206,20 @@ class Recipe:
                 the function.
 
         Returns:
-            An `F8Scaling`, which goes where a loss scaling goes.
+            `F8Scaling.init(recipe, func, *args, **options)`: an `F8Scaling`, which goes where a
+            loss scaling goes.
         """
-        # Upwards, and at the time of the call: what a recipe is belongs to a policy, its state to
-        # training.
-        from halfstep._f8_scaling import init
+        return state_of(self, func, *args, **options)
 
-        return init(self, func, *args, **options)
+
+@functools.singledispatch
+def state_of(recipe: Any, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The state of a recipe for a function; see `Recipe.init`.
+
+    What a recipe is belongs to a policy, and its state to training, a layer above. The class of the
+    state registers here how it is made of a recipe, since no import goes upwards.
+    """
+    raise TypeError(f"a recipe is required; got {recipe!r}. Take one of halfstep.RECIPES.")
 
 
 def _recipes() -> Mapping[str, Recipe]:

@@ -1,0 +1,73 @@
+"""What everything else is made of: formats, trees, calls, what people see, and JAX's programs."""
+
+from halfstep._base.calls import (
+    Arguments as Arguments,
+    FlatCall as FlatCall,
+    argument_names as argument_names,
+    listed as listed,
+)
+from halfstep._base.digest import (
+    device_sums as device_sums,
+    digests as digests,
+)
+from halfstep._base.display import (
+    ABSENT as ABSENT,
+    Progress as Progress,
+    aligned as aligned,
+    figure_of as figure_of,
+    flops as flops,
+    html_table as html_table,
+    number_of as number_of,
+    percent as percent,
+    seconds as seconds,
+    shortened as shortened,
+    size as size,
+    with_values as with_values,
+)
+from halfstep._base.formats import (
+    FORMATS as FORMATS,
+    DTypeLike as DTypeLike,
+    Format as Format,
+    at_least_float32 as at_least_float32,
+    dtype_name as dtype_name,
+    half_dtype as half_dtype,
+    half_precision as half_precision,
+    parse_dtype as parse_dtype,
+    widest as widest,
+)
+from halfstep._base.jaxprs import (
+    ClosedJaxpr as ClosedJaxpr,
+    closed as closed,
+    jaxprs_in as jaxprs_in,
+)
+from halfstep._base.private_jax import (
+    OWN_FILE as OWN_FILE,
+    lines_of_backward_functions as lines_of_backward_functions,
+)
+from halfstep._base.report import (
+    Report as Report,
+)
+from halfstep._base.rounding import (
+    NAME as NAME,
+    Rounding as Rounding,
+    cast as cast,
+    representable as representable,
+    settled as settled,
+    widened as widened,
+)
+from halfstep._base.trees import (
+    MarkedLeaf as MarkedLeaf,
+    compile_rule as compile_rule,
+    is_array as is_array,
+    is_inexact as is_inexact,
+    is_key as is_key,
+    is_state_node as is_state_node,
+    marked_leaves as marked_leaves,
+    match_rules as match_rules,
+    path_string as path_string,
+)
+from halfstep._base.versions import (
+    TESTED_JAX as TESTED_JAX,
+    TESTED_PYTHON as TESTED_PYTHON,
+    known_to_work as known_to_work,
+)

@@ -1,0 +1,42 @@
+"""A training step: gradients, loss scaling, the verdict, and the update or its omission."""
+
+from halfstep._training.collective import (
+    vary as vary,
+    varying_axes as varying_axes,
+)
+from halfstep._training.f8_scaling import (
+    F8Scaling as F8Scaling,
+    SiteState as SiteState,
+)
+from halfstep._training.gate import (
+    gated as gated,
+    select_tree as select_tree,
+    transaction as transaction,
+)
+from halfstep._training.grad import (
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+)
+from halfstep._training.ledger import (
+    Ledger as Ledger,
+    SkipLimitError as SkipLimitError,
+)
+from halfstep._training.scaling import (
+    AbstractLossScaling as AbstractLossScaling,
+    DynamicLossScaling as DynamicLossScaling,
+    NoLossScaling as NoLossScaling,
+    StaticLossScaling as StaticLossScaling,
+    power_of_two as power_of_two,
+)
+from halfstep._training.update import (
+    apply_gradients as apply_gradients,
+    optimizer_update as optimizer_update,
+)
+from halfstep._training.verdict import (
+    Verdict as Verdict,
+    all_finite as all_finite,
+    as_predicate as as_predicate,
+    finite_flags as finite_flags,
+    judge as judge,
+    magnitudes as magnitudes,
+)
