@@ -213,6 +213,8 @@ def _name(node: ast.AST) -> str:
             return f"{_name(value)} {name.strip('_').replace('_', ' ')}"
         case ast.Call(func=ast.Name(id="len"), args=[of]):
             return f"number of {_name(of)}"
+        case ast.Call(func=ast.Name(id="type_of"), args=[of]):
+            return f"dtype and shape of {_name(of)}"
         case ast.Call(func=ast.Name(id="map"), args=[_, of]):
             return _name(of)
         case ast.Call(args=[of, *_]):

@@ -22,6 +22,7 @@ from halfstep._base.display import (
     seconds as seconds,
     shortened as shortened,
     size as size,
+    type_of as type_of,
     with_values as with_values,
 )
 from halfstep._base.formats import (

@@ -83,6 +83,8 @@ class FlatCall:
         self.arrays = self.dynamic(self._leaves)
         self.paths = tuple(self.dynamic([leaf.path for leaf in self.arguments.leaves]))
         """Where in the call each array is, beginning with the parameter's name."""
+        self.owners = tuple(self.dynamic(self.arguments.owners))
+        """Which argument each array is of."""
         self._results: tuple[Any, list[Any], list[bool]] | None = None
         self._variables = variables_in((args, kwargs))
         self._changed: list[int] = []

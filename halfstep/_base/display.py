@@ -122,6 +122,11 @@ def percent(share: float | int) -> str:
     return f"{share:.1%}".replace("%", " %").replace(".0 ", " ")
 
 
+def type_of(array: Any) -> str:
+    """The dtype and shape of an array, or of anything that has both: `float32[2, 3]`."""
+    return f"{array.dtype}{list(array.shape)}"
+
+
 def number_of(count: int, name: str) -> str:
     """A count with its noun: `1 operation`, `1,200 operations`."""
     return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

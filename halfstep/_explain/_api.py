@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._autocast import Rule, Settings, autocast, settings_of, trace
-from halfstep._base import listed, size
-from halfstep._explain._call import Call
+from halfstep._base import FlatCall, listed, size
 from halfstep._explain._casts import casts, is_float
 from halfstep._explain._contractions import FLOAT16, ranges, unknown, unlowered
 from halfstep._explain._cotangents import scale_sensitive
@@ -92,7 +91,7 @@ def explain(
         traced = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
         root = Place(traced.plan, paths=traced.paths)
         steps = walk(root, finder)
-        call = Call(func, args, kwargs)
+        call = FlatCall(func, args, kwargs)
         notes = list(_notes(steps))
         if values:
             steps = _looked_into(root, steps, call, notes)
@@ -101,13 +100,13 @@ def explain(
         else:
             lowered = autocast(func, policy, params=params, islands=islands)
         own = [n for n in numbers if n < len(args)]
-        stored = _stored(Call(lowered, args, kwargs), own, finder, notes)
+        stored = _stored(FlatCall(lowered, args, kwargs), own, finder, notes)
         written = _stored(call, own, finder, []) if stored is not None else None
         entries = tuple(step.entry for step in steps)
-        added = casts(Call(lowered, args, kwargs)) - _own_casts(steps)
+        added = casts(FlatCall(lowered, args, kwargs)) - _own_casts(steps)
         parameter_bytes = sum(
             value.size * value.dtype.itemsize
-            for value, owner in zip(call.values, call.owners, strict=True)
+            for value, owner in zip(call.arrays, call.owners, strict=True)
             if owner in own and jnp.issubdtype(value.dtype, jnp.floating)
         )
         findings = [*low_reductions(steps, min_bytes)]
@@ -180,7 +179,7 @@ def _totals(
 
 
 def _stored(
-    call: Call, params: Sequence[int], finder: Finder, notes: list[str]
+    call: FlatCall, params: Sequence[int], finder: Finder, notes: list[str]
 ) -> list[Residual] | None:
     try:
         return residuals(call, params, finder)
@@ -190,13 +189,13 @@ def _stored(
         return None
 
 
-def _looked_into(root: Place, steps: list[Step], call: Call, notes: list[str]) -> list[Step]:
-    if any(isinstance(value, jax.ShapeDtypeStruct) for value in call.values):
+def _looked_into(root: Place, steps: list[Step], call: FlatCall, notes: list[str]) -> list[Step]:
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in call.arrays):
         raise TypeError(
             "values=True runs the function once and needs arrays; got jax.ShapeDtypeStruct. Leave "
             "values= out, or pass arrays."
         )
-    found = magnitudes(root, call.values)
+    found = magnitudes(root, call.arrays)
     if found.skipped:
         names = ", ".join(found.skipped)
         notes.append(f"contractions inside of {names} were not looked into for their values")

@@ -5,16 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfstep._explain._call import Call
+from halfstep._base import FlatCall
 from halfstep._program import Opaque, structure_of
 
 
-def casts(call: Call) -> int:
+def casts(call: FlatCall) -> int:
     """Conversions between floating-point dtypes in one forward pass; loops by their length.
 
     A `while` loop counts as one iteration, and all branches of a `cond` count.
     """
-    return _count(jax.make_jaxpr(call)(*call.values).jaxpr)
+    return _count(jax.make_jaxpr(call)(*call.arrays).jaxpr)
 
 
 def _count(jaxpr: Any) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from halfstep._autocast import CONTRACTIONS
-from halfstep._explain._call import Call
+from halfstep._base import FlatCall
 from halfstep._explain._finding import ExplainFinding
 from halfstep._program import Finder, structure_of
 
@@ -32,7 +32,9 @@ _NOT_LINEAR = frozenset(
 _PRODUCTS = CONTRACTIONS | {"mul"}
 
 
-def scale_sensitive(call: Call, params: Sequence[int], finder: Finder) -> Iterator[ExplainFinding]:
+def scale_sensitive(
+    call: FlatCall, params: Sequence[int], finder: Finder
+) -> Iterator[ExplainFinding]:
     """Operations of the backward pass that a scaled loss changes.
 
     There are none in a function that has no backward pass, such as a `while_loop`.
@@ -63,11 +65,11 @@ def scale_sensitive(call: Call, params: Sequence[int], finder: Finder) -> Iterat
         )
 
 
-def _backward(call: Call, params: Sequence[int]) -> tuple[Any, int]:
+def _backward(call: FlatCall, params: Sequence[int]) -> tuple[Any, int]:
     """The backward pass of a function, and how many of its inputs, the first, are cotangents."""
     moving = [
         position
-        for position, (value, owner) in enumerate(zip(call.values, call.owners, strict=True))
+        for position, (value, owner) in enumerate(zip(call.arrays, call.owners, strict=True))
         if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
     ]
 
@@ -83,8 +85,8 @@ def _backward(call: Call, params: Sequence[int]) -> tuple[Any, int]:
 
         return jax.vjp(of_moving, *(values[position] for position in moving))[1](cotangents)
 
-    cotangents = jax.eval_shape(results, *call.values)
-    return jax.make_jaxpr(backward)(cotangents, call.values).jaxpr, len(cotangents)
+    cotangents = jax.eval_shape(results, *call.arrays)
+    return jax.make_jaxpr(backward)(cotangents, call.arrays).jaxpr, len(cotangents)
 
 
 def _follow(

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from halfstep._base import NAME as SETTLE
-from halfstep._explain._call import Call
+from halfstep._base import NAME as SETTLE, FlatCall
 from halfstep._explain._entry import Typed, typed
 from halfstep._program import Finder, Inner, Jit, Remat, Scan, ShardMap, Source, structure_of
 
@@ -37,14 +36,14 @@ class Residual:
     """Whether it is a number that is written out, in a shape."""
 
 
-def residuals(call: Call, params: Sequence[int], finder: Finder) -> list[Residual]:
+def residuals(call: FlatCall, params: Sequence[int], finder: Finder) -> list[Residual]:
     """What differentiating a function by its parameters stores, but for the arguments themselves.
 
     Whatever is an argument, and is handed on as it is, costs nothing more.
     """
     moving = [
         position
-        for position, (value, owner) in enumerate(zip(call.values, call.owners, strict=True))
+        for position, (value, owner) in enumerate(zip(call.arrays, call.owners, strict=True))
         if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
     ]
 
@@ -57,7 +56,7 @@ def residuals(call: Call, params: Sequence[int], finder: Finder) -> list[Residua
 
         return jax.vjp(of_moving, *(values[position] for position in moving))[1]
 
-    jaxpr = jax.make_jaxpr(stored)(*call.values).jaxpr
+    jaxpr = jax.make_jaxpr(stored)(*call.arrays).jaxpr
     # The same value may be needed by several operations, and is stored once.
     found = dict.fromkeys(var for var in jaxpr.outvars if not isinstance(var, core.Literal))
     function = _Function(jaxpr)

@@ -7,7 +7,6 @@ StableHLO and the shapes of flat arguments, not Python.
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from halfstep._base import is_array, path_string
+from halfstep._base import argument_names, is_array, path_string
 from halfstep._preflight._callbacks import refuse_callbacks
 from halfstep._preflight._errors import PreflightError
 from halfstep._preflight._mesh import find_mesh, spread
@@ -59,17 +58,6 @@ class Program:
     def donated(self) -> tuple[int, ...]:
         """Positions of the arrays whose memory the step may reuse."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.donated)
-
-
-def argument_names(step: Callable[..., Any], count: int) -> list[str]:
-    """The names of a step's positional arguments, or their numbers where it has none."""
-    try:
-        parameters = list(inspect.signature(step).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in positional]
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 
 def lower(

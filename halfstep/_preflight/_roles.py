@@ -8,8 +8,9 @@ from typing import Any
 import equinox as eqx
 import jax.tree_util as jtu
 
+from halfstep._base import argument_names
 from halfstep._preflight._errors import PreflightError
-from halfstep._preflight._lowering import Leaf, argument_names
+from halfstep._preflight._lowering import Leaf
 
 PARAMETERS = "parameters"
 OPTIMIZER = "optimizer state"
@@ -86,7 +87,7 @@ def arguments(
     for name, role in (given or {}).items():
         if name not in names or role not in ROLES:
             raise PreflightError(
-                f"roles must map the step's arguments {names} to one of {list(ROLES)}; "
+                f"roles must map the step's arguments {list(names)} to one of {list(ROLES)}; "
                 f"got {name!r}: {role!r}."
             )
     from_optax = [_paths_below_optax(arg) for arg in args]

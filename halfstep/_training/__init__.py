@@ -29,6 +29,7 @@ from halfstep._training.scaling import (
     power_of_two as power_of_two,
 )
 from halfstep._training.update import (
+    StepsInPlace as StepsInPlace,
     apply_gradients as apply_gradients,
     optimizer_update as optimizer_update,
 )

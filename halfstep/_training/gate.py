@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from halfstep._base import is_array, path_string
+from halfstep._base import is_array, path_string, type_of
 from halfstep._training.ledger import Ledger
 from halfstep._training.verdict import as_predicate
 
@@ -53,7 +53,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
 
 def _describe(leaf: Any) -> str:
     if is_array(leaf):
-        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        return type_of(leaf)
     return repr(leaf)
 
 

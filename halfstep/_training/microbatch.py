@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from halfstep._base import Arguments, at_least_float32, is_array, is_key
+from halfstep._base import Arguments, at_least_float32, is_array, is_key, type_of
 from halfstep._training.collective import vary, varying_axes
 
 # (args, kwargs) -> (loss, aux, gradients, magnitudes), for one microbatch.
@@ -27,7 +27,7 @@ def _split(leaf: Any, path: str, n: int) -> Any:
         size = "no leading axis" if leaf.ndim == 0 else f"a leading axis of {leaf.shape[0]}"
         raise ValueError(
             f"microbatches={n} needs the leading axis of every batch leaf to be a multiple of {n}; "
-            f"`{path}` is {leaf.dtype}{list(leaf.shape)}, with {size}. "
+            f"`{path}` is {type_of(leaf)}, with {size}. "
             "Select only what has a batch axis: batch=('batch/images', 'batch/labels')."
         )
     leaf = jnp.asarray(leaf)

@@ -1,6 +1,6 @@
 """The optimizer's step, applied or skipped."""
 
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
 import optax
@@ -9,6 +9,15 @@ from halfstep._training.gate import gated
 from halfstep._training.verdict import as_predicate
 
 M = TypeVar("M")
+
+
+@runtime_checkable
+class StepsInPlace(Protocol):
+    """An optimizer of `halfstep.optim`: one pass over parameters and state, which it may skip."""
+
+    def step(self, params: Any, state: Any, grads: Any, /, **options: Any) -> tuple[Any, Any]:
+        """The new parameters and state; with `finite=False` the old ones."""
+        ...
 
 
 def apply_gradients(
@@ -45,11 +54,8 @@ def apply_gradients(
         ```
     """
     params: Any = eqx.filter(model, eqx.is_inexact_array)
-    if hasattr(optimizer, "step"):
-        # Of `halfstep.optim`: one pass, in place.
-        params, optimizer_state = cast(Any, optimizer).step(
-            params, optimizer_state, grads, **extra_args
-        )
+    if isinstance(optimizer, StepsInPlace):
+        params, optimizer_state = optimizer.step(params, optimizer_state, grads, **extra_args)
         return eqx.combine(params, model), optimizer_state
     updates, optimizer_state = optimizer.update(grads, optimizer_state, params, **extra_args)
     params = optax.apply_updates(params, updates)
@@ -101,7 +107,7 @@ def optimizer_update(
             f"{type(optimizer).__name__}. Write optimizer_update(model, optimizer, "
             "optimizer_state, grads, finite)."
         )
-    if hasattr(optimizer, "step"):
+    if isinstance(optimizer, StepsInPlace):
         # It skips by itself: a gate around it would have to hold both states at once.
         finite = {} if as_predicate(grads_finite) is None else {"finite": grads_finite}
         return apply_gradients(model, optimizer, optimizer_state, grads, **finite, **extra_args)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from halfstep._base import FlatCall
+from halfstep._base import FlatCall, type_of
 from halfstep._training import Verdict
 
 _ARRAYS = "arrays"
@@ -175,8 +175,8 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
             found[at] = jax.random.wrap_key_data(found[at], impl=about["keys"][name])
         elif (array.shape, array.dtype) != (like.shape, like.dtype):
             raise ValueError(
-                f"{name} must be {like.dtype}{list(like.shape)} as in the arguments that are "
-                f"given; the capture has {array.dtype}{list(array.shape)}"
+                f"{name} must be {type_of(like)} as in the arguments that are "
+                f"given; the capture has {type_of(array)}"
             )
     given, named = call.given(found)
     return (*given, *named.values())

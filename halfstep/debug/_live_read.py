@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from halfstep._base import type_of
 from halfstep.debug._live_shares import COLUMNS, Shares, Sites
 from halfstep.debug._log import Log
 
@@ -129,7 +130,7 @@ def _local(name: str, value: jax.Array) -> jax.Array:
 def _elsewhere(name: str, value: jax.Array) -> str:
     return (
         f"`{name}` must be the same on all devices, and on one of process 0; got "
-        f"{value.dtype}[{','.join(map(str, value.shape))}] with {value.sharding}. Let the step "
+        f"{type_of(value)} with {value.sharding}. Let the step "
         "return it replicated: "
         "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
         "`jax.lax.with_sharding_constraint` on it inside of the step."

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._base import is_inexact, path_string
+from halfstep._base import is_inexact, path_string, type_of
 from halfstep.optim._layout import Layout
 from halfstep.optim._state import FlashState
 from halfstep.quant import Groups, Quantized
@@ -93,7 +93,7 @@ def _check_low(path: str, leaf: Any, low: Any, layout: Layout) -> None:
     if got != wanted:
         names = {None: "none", np.dtype(np.int8): "24 bits", np.dtype(np.int16): "32 bits"}
         raise StateError(
-            f"the master of {path}, {leaf.dtype.name}{list(leaf.shape)}, must be of "
+            f"the master of {path}, {type_of(leaf)}, must be of "
             f"{names[wanted]} (master_bits={layout.master_bits}); the state has "
             f"{names.get(got, got)}. Pass the master_bits that the state was made with, and "
             "parameters of the dtype that they had."
@@ -114,6 +114,6 @@ def _groups_of(path: str, leaf: Any, name: str, moment: Any) -> Groups | None:
 def _misfit(path: str, leaf: Any, name: str, got: Any) -> StateError:
     return StateError(
         f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for every "
-        f"32 elements of one axis if it is coded; got {got.dtype.name}{list(got.shape)}. The state "
+        f"32 elements of one axis if it is coded; got {type_of(got)}. The state "
         "was made for other parameters."
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._base import compile_rule, match_rules, path_string
+from halfstep._base import compile_rule, match_rules, path_string, type_of
 from halfstep.optim._check import StateError
 from halfstep.optim._known import CODES_OF
 from halfstep.optim._layout import shards_of
@@ -114,7 +114,7 @@ def decoded(state: Any, codes: Codes, shapes: Mapping[str, tuple[int, ...]]) -> 
             wanted = f"{code!r}" if code else "as it is, not in a code"
             raise StateError(
                 f"{name} must be stored {wanted}, for an array of shape {shape}; the state has "
-                f"codes of {leaf.codes.dtype.name}{list(leaf.codes.shape)} and scales of shape "
+                f"codes of {type_of(leaf.codes)} and scales of shape "
                 f"{list(leaf.scale.shape)}. Pass the `codes` and `min_size` that it was made with."
             )
         return dequantize(leaf, code, groups=groups, shape=shape)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int32
 
-from halfstep._base import is_inexact
+from halfstep._base import is_inexact, type_of
 from halfstep._training import gated
 from halfstep.optim._check import StateError
 from halfstep.optim._layout import MIN_SIZE, zeros
@@ -172,7 +172,7 @@ def _joined(leaf: Any, rest: Any, kind: str) -> Any:
     got = None if rest is None else rest.dtype.name
     if got != wanted:
         raise StateError(
-            f"the rest of a parameter of {leaf.dtype.name}{list(leaf.shape)} must be of {wanted} "
+            f"the rest of a parameter of {type_of(leaf)} must be of {wanted} "
             f"for kind={kind!r}; the state has {got}. Pass the kind that it was made with."
         )
     if rest is None:

@@ -13,6 +13,7 @@ from halfstep._base import is_inexact
 from halfstep._training import (
     AbstractLossScaling,
     NoLossScaling,
+    StepsInPlace,
     Verdict,
     apply_gradients,
     finite_flags,
@@ -397,11 +398,11 @@ def _outer_grads(done: _Pass, sums: Sequence[Any], ct: Any) -> Any:
 
 def _stepped(tx: Any, params: Any, state: Any, grads: Any, finite: Any) -> tuple[Any, Any]:
     """One step of some parameters by themselves."""
-    if hasattr(tx, "step"):
+    if isinstance(tx, StepsInPlace):
         new = tx.step(params, state, grads, finite=finite)
     else:
         new = apply_gradients(params, tx, state, grads)
     check.check_step((params, state), new)
-    if finite is None or hasattr(tx, "step"):
+    if finite is None or isinstance(tx, StepsInPlace):
         return new
     return select_tree(finite, new, (params, state))

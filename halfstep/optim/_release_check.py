@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfstep._base import at_least_float32, is_inexact, path_string
+from halfstep._base import at_least_float32, is_inexact, path_string, type_of
 from halfstep.optim._check import StateError
 
 
@@ -47,7 +47,7 @@ def check_stacked(state: Any, length: int) -> None:
     """Raise unless every array of an optimizer's state is there for each layer."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not hasattr(leaf, "shape") or leaf.shape[:1] != (length,):
-            got = f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else repr(leaf)
+            got = type_of(leaf) if hasattr(leaf, "shape") else repr(leaf)
             raise StateError(
                 f"every array of the layers' state must have {length} layers on its first axis, so "
                 f"that one layer can step alone; got {path_string(path)}: {got}. Make the state "
@@ -131,4 +131,4 @@ def _difference(before: Any, after: Any) -> str:
 def _shown(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    return type_of(leaf)

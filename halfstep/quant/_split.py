@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
 from jaxtyping import Array, BFloat16, Float32, Int8, Int16, Shaped, UInt32
 
+from halfstep._base import type_of
+
 Low = Int16[Array, "..."] | Int8[Array, "..."]
 
 
@@ -115,7 +117,7 @@ def check_dtype(value: Shaped[Array, "..."], dtype: Any, who: str) -> None:
     wanted = jnp.dtype(dtype)
     if value.dtype != wanted:
         raise TypeError(
-            f"{who} needs {wanted.name}; got {value.dtype.name}{list(value.shape)}. "
+            f"{who} needs {wanted.name}; got {type_of(value)}. "
             f"Convert it: value.astype(jnp.{wanted.name})."
         )
 

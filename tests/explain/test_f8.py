@@ -12,7 +12,7 @@ import pytest
 
 import halfstep
 from halfstep._autocast._table import CONTRACTIONS
-from halfstep._explain._call import Call
+from halfstep._base.calls import FlatCall
 from halfstep._explain._residuals import by_dtype, residuals
 from halfstep._program.control_flow import equations
 from halfstep._program.sources import Finder
@@ -249,7 +249,7 @@ def test_state_that_is_made_up_is_like_real_state(recipe: str):
     key = {"key": jax.random.key(0)} if halfstep.RECIPES[recipe].is_random else {}
     scaling = halfstep.RECIPES[recipe].init(dense, PARAMS, X, calibrate=False, **key)
     lowered = halfstep.autocast(dense, recipe, scaling=scaling)
-    real = residuals(Call(lowered, (PARAMS, X), {}), [0], Finder())
+    real = residuals(FlatCall(lowered, (PARAMS, X), {}), [0], Finder())
     totals = report(dense, recipe).totals
     assert totals.stored == by_dtype([found for found in real if not found.of_argument])
     assert totals.stored_casts == by_dtype([found for found in real if found.of_argument])

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from halfstep._base import digests
+from halfstep._base import digests, type_of
 from halfstep._version import __version__
 from halfstep.integrations._orbax import _arrays, _data, _files, _folder, _processes
 from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError
@@ -339,7 +339,7 @@ def _wrong_digest(forms: dict[str, Any], about: dict[str, dict[str, Any]]) -> st
     for (name, form), digest in zip(forms.items(), digests(list(forms.values())), strict=True):
         stored = about[name]
         if [str(form.dtype), list(form.shape)] != [stored["dtype"], stored["shape"]]:
-            return f"`{name}` is {form.dtype}{list(form.shape)}, which is not what was written"
+            return f"`{name}` is {type_of(form)}, which is not what was written"
         if digest != stored["digest"]:
             return f"the bits of `{name}` are not those that were written"
     return None
