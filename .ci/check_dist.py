@@ -7,7 +7,11 @@ import tarfile
 import zipfile
 from email import message_from_bytes
 
-REQUIRED = {"halfstep/__init__.py", "halfstep/py.typed"}
+REQUIRED = {
+    "halfstep/__init__.py",
+    "halfstep/_preflight/accelerators.toml",
+    "halfstep/py.typed",
+}
 
 
 def wheel_problems(path: pathlib.Path) -> list[str]:

@@ -1,39 +1,24 @@
-"""Gradients in mixed precision: autocast, scale, differentiate, unscale, judge."""
+"""Gradient functions in mixed precision, with their options checked."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
-from halfstep._autocast import check_state, rewritten, settings_of
+from halfstep._autocast import check_state, settings_of
 from halfstep._base import (
-    Arguments,
     DTypeLike,
-    at_least_float32,
-    dtype_name,
-    is_state_node,
     listed,
     parse_dtype,
-    path_string,
 )
-from halfstep._policy import Policy, as_policy, cast_arguments, cast_tree, is_castable
+from halfstep._policy import Policy, as_policy
 from halfstep._training.collective import (
     Reduction,
-    agree,
-    reduce_gradients,
-    reduce_value,
-    vary_tree,
 )
 from halfstep._training.f8_scaling import F8Scaling
-from halfstep._training.microbatch import accumulate
+from halfstep._training.gradient import Gradient
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
-from halfstep._training.verdict import finite_flags, judge, magnitudes, unchecked
 
 
 def _named(value: Any) -> str:
@@ -68,32 +53,6 @@ def _check_recipe(policy: Policy, state: F8Scaling | None) -> None:
         )
 
 
-def _to_float32(loss: Any) -> jax.Array:
-    """The loss as float32 (or wider), so that no scale can push it out of a 16-bit range."""
-    if isinstance(loss, float):
-        loss = np.float32(loss)
-    dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", ())
-    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        got = type(loss).__name__ if dtype is None else f"{dtype}{list(shape)}"
-        raise TypeError(
-            f"the loss must be a real floating-point scalar; got {got}. "
-            "Reduce it, for example with jnp.mean; other results go into has_aux=True."
-        )
-    return jnp.asarray(loss, at_least_float32(dtype))
-
-
-def _split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        return result, None
-    if not (isinstance(result, tuple) and len(result) == 2):
-        length = f" of length {len(result)}" if isinstance(result, tuple) else ""
-        raise TypeError(
-            "with has_aux=True the function returns (loss, aux); got "
-            f"{type(result).__name__}{length}. Return exactly these two."
-        )
-    return result
-
-
 def _contraction_dtype(
     wire: np.dtype | None, compute: np.dtype, axes: Sequence[str]
 ) -> np.dtype | None:
@@ -102,64 +61,25 @@ def _contraction_dtype(
     return None if axes and wire not in (compute, np.dtype(np.float32)) else wire
 
 
-def _in_width(grad: jax.Array, param: jax.Array) -> jax.Array:
-    """A gradient in its parameter's dtype if they are of one width, where numbers can be lost."""
-    return grad.astype(param.dtype) if grad.dtype.itemsize == param.dtype.itemsize else grad
+def _check_rules(**given: Any) -> None:
+    for name, rules in given.items():
+        if isinstance(rules, str):
+            raise TypeError(f"`{name}` is a sequence of path rules: write {name}=({rules!r},).")
 
 
-def _widened(grad: jax.Array, param: jax.Array) -> jax.Array:
-    """A gradient in its parameter's dtype if that is wider, where none can."""
-    return grad.astype(param.dtype) if grad.dtype.itemsize < param.dtype.itemsize else grad
+def _check_reductions(**given: str) -> None:
+    for name, value in given.items():
+        if value not in ("sum", "mean"):
+            raise ValueError(f"`{name}` is 'sum' or 'mean'; got {value!r}.")
 
 
-def _check_no_state(model: Any) -> None:
-    """Raise if the differentiated argument holds state, which is not what anybody trains."""
-    nodes = jtu.tree_flatten_with_path(model, is_leaf=is_state_node)[0]
-    state = [(path, node) for path, node in nodes if is_state_node(node)]
-    if state:
-        path, node = state[0]
-        raise TypeError(
-            "the first argument is what is differentiated, and it holds persistent state: "
-            f"{type(node).__name__} at `{path_string(path) or 'its root'}`. Pass state as another "
-            "argument and return its new value with has_aux=True; for an NNX module, use "
-            "halfstep.integrations.nnx.value_and_grad, or nnx.split it."
+def _check_microbatches(count: int, carry: str | None, *, has_aux: bool) -> None:
+    if count != int(count) or count < 1:
+        raise ValueError(f"`microbatches` is a whole number, 1 or more; got {count}.")
+    if carry is not None and not (has_aux and count > 1):
+        raise ValueError(
+            "`carry` goes with has_aux=True and microbatches > 1: pass both, or leave it out."
         )
-
-
-def _restore_aux(
-    aux: Any,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Policy,
-) -> Any:
-    """Give `aux` the dtypes it has without mixed precision: state and metrics stay what they were.
-
-    The function is traced once more, abstractly, at its own dtypes; only if something in `aux`
-    came out in the compute dtype.
-    """
-    narrow = policy.compute.itemsize < 4 and any(
-        is_castable(leaf) and leaf.dtype == policy.compute for leaf in jtu.tree_leaves(aux)
-    )
-    if not narrow:
-        return aux
-    try:
-        _, natural = eqx.filter_eval_shape(func, *args, **kwargs)
-    except Exception as error:
-        why = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        warnings.warn(
-            f"the function cannot be traced at its own dtypes ({why}), so its auxiliary output is "
-            f"returned in {dtype_name(policy.output)}, the policy's output dtype. Let the function "
-            "take float32, too, or cast the output yourself.",
-            stacklevel=2,
-        )
-        return cast_tree(aux, policy.output)
-
-    def restore(leaf: Any, like: Any) -> Any:
-        both = is_castable(leaf) and is_castable(like, float64=True)
-        return cast_tree(leaf, like.dtype) if both else leaf
-
-    return jtu.tree_map(restore, aux, natural)
 
 
 def filter_value_and_grad(
@@ -248,131 +168,46 @@ def filter_value_and_grad(
     """
     policy = as_policy(policy)
     scaling = _resolve_scaling(scaling, policy)
-    checks = scaling.checks_finite if check_finite is None else check_finite
     axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     wire = None if reduce_dtype is None else parse_dtype(reduce_dtype)
-    if isinstance(keep, str) or isinstance(batch, str):
-        name, text = ("keep", keep) if isinstance(keep, str) else ("batch", batch)
-        raise TypeError(f"`{name}` is a sequence of path rules: write {name}=({text!r},).")
-    for name, value in (
-        ("microbatch_reduction", microbatch_reduction),
-        ("axis_reduction", axis_reduction),
-    ):
-        if value not in ("sum", "mean"):
-            raise ValueError(f"`{name}` is 'sum' or 'mean'; got {value!r}.")
-    if microbatches != int(microbatches) or microbatches < 1:
-        raise ValueError(f"`microbatches` is a whole number, 1 or more; got {microbatches}.")
-    if carry is not None and not (has_aux and microbatches > 1):
-        raise ValueError(
-            "`carry` goes with has_aux=True and microbatches > 1: pass both, or leave it out."
-        )
+    _check_rules(keep=keep, batch=batch)
+    _check_reductions(microbatch_reduction=microbatch_reduction, axis_reduction=axis_reduction)
+    _check_microbatches(microbatches, carry, has_aux=has_aux)
     if wire is not None and policy.mode == "inputs" and not axes:
         raise ValueError(
             "`reduce_dtype` has nothing to act on: there are no `axis_names`, and the policy "
             f"{str(policy)!r} casts arguments only. Leave it out, or the ':inputs' of the policy."
         )
-    rules = (*policy.keep, *keep)
-    # Nothing is rewritten in float32, or where the user wants arguments to be cast.
-    rewrites = policy.mode == "autocast" and policy.compute.itemsize < 4
     recipe_state = scaling if isinstance(scaling, F8Scaling) else None
     _check_recipe(policy, recipe_state)
-
-    settings: Any = None
-    if rewrites:
+    settings = None
+    # Nothing is rewritten in float32, or where the user wants arguments to be cast.
+    if policy.mode == "autocast" and policy.compute.itemsize < 4:
         settings = settings_of(
-            policy,
-            islands=islands,
-            reduce_dtype=_contraction_dtype(wire, policy.compute, axes),
+            policy, islands=islands, reduce_dtype=_contraction_dtype(wire, policy.compute, axes)
         )
-
-    def run(probes: Any, *args: Any, **kwargs: Any) -> Any:
-        if not rewrites:
-            return func(*args, **kwargs)
-        state = None if recipe_state is None else recipe_state.slots(probes)
-        call = rewritten(
-            func, settings, params=listed(params), keep=rules, state=state, is_loss=True
-        )
-        return call(*args, **kwargs)
-
-    @functools.partial(eqx.filter_value_and_grad, has_aux=True)
-    def differentiate(
-        moving: tuple[Any, Any], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        params, probes = moving
-        model = eqx.combine(params, static)
-        loss, aux = _split_result(run(probes, model, *args, **kwargs), has_aux)
-        loss = _to_float32(loss)
-        return scaling.scale(loss), (loss, aux)
-
-    def one_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-        # Marked as varying: JAX would else sum the cotangents over the mesh by itself, in the
-        # compute dtype, where finite shards can add up to infinity.
-        model = vary_tree(args[0], axes)
-        given, given_kwargs = (model, *args[1:]), kwargs
-        if not rewrites or policy.casts_float64:
-            # Before, not inside, of what is differentiated: a cast has no derivative to trace.
-            given, given_kwargs = cast_arguments(
-                func,
-                given,
-                kwargs,
-                jnp.float32 if rewrites else policy.compute,
-                keep=rules,
-                float64=policy.casts_float64,
-            )
-        low_model, *low = given
-        trained = jtu.tree_map(eqx.is_inexact_array, model)
-        low_params, static = eqx.partition(low_model, trained)
-        probes = {} if recipe_state is None else vary_tree(recipe_state.probes(), axes)
-        (_, (loss, aux)), (grads, seen) = differentiate(
-            (low_params, probes), static, tuple(low), given_kwargs
-        )
-        if not rewrites:
-            aux = _restore_aux(aux, func, args, kwargs, policy)
-        return loss, aux, grads, seen
+    gradient = Gradient(
+        func=func,
+        scaling=scaling,
+        recipe_state=recipe_state,
+        policy=policy,
+        settings=settings,
+        has_aux=has_aux,
+        keep=(*policy.keep, *keep),
+        params=listed(params),
+        checks=scaling.checks_finite if check_finite is None else check_finite,
+        microbatches=int(microbatches),
+        batch=batch,
+        carry=carry,
+        microbatch_reduction=microbatch_reduction,
+        axes=axes,
+        axis_reduction=axis_reduction,
+        wire=wire,
+    )
 
     @functools.wraps(func)
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        if not args:
-            raise TypeError(
-                "the gradient is taken with respect to the first positional argument, and there "
-                "is none: pass the model by position."
-            )
-        _check_no_state(args[0])
-        # NumPy arrays become JAX's here: Equinox does not know NumPy's bfloat16 as inexact.
-        params, static = eqx.partition(args[0], eqx.is_inexact_array)
-        params = jtu.tree_map(jnp.asarray, params)
-        args = (eqx.combine(params, static), *args[1:])
-        if microbatches == 1:
-            loss, aux, grads, seen = one_step(args, kwargs)
-        else:
-            loss, aux, grads, seen = accumulate(
-                one_step,
-                Arguments(func, args, kwargs),
-                vary_tree(params, axes),
-                microbatches=int(microbatches),
-                batch=batch,
-                carry=carry,
-            )
-        if axes:
-            loss = reduce_value(loss, axes, axis_reduction)
-            grads = reduce_gradients(grads, params, axes, wire, axis_reduction)
-            seen = jtu.tree_map(lambda sizes: jax.lax.pmax(sizes, axes), seen)
-        # Judged by what they will be when unscaled, and read before: narrower, and once less.
-        grads = jtu.tree_map(_in_width, grads, params)
-        sizes = scaling.unscale(magnitudes(grads)) if checks else None
-        grads = scaling.unscale(jtu.tree_map(_widened, grads, params))
-        if microbatches > 1 and microbatch_reduction == "mean":
-            # The reciprocal, written out: XLA makes it of a division by a constant anyway.
-            loss, grads = jtu.tree_map(lambda x: x * (1 / microbatches), (loss, grads))
-        verdict = unchecked()
-        if sizes is not None:
-            verdict = judge(agree(finite_flags(sizes, loss), axes))
-        # What was seen, by the scale that was applied; then the next one.
-        adjusted = scaling if recipe_state is None else recipe_state.observe(seen, verdict)
-        if sizes is not None or scaling.checks_finite:
-            adjusted = adjusted.adjust(verdict)
-        value = (loss, aux) if has_aux else loss
-        return value, adjusted, verdict, grads
+        return gradient.taken(args, kwargs)
 
     return value_and_grad
 
@@ -407,9 +242,15 @@ def filter_grad(
         ```
     """
     with_value = filter_value_and_grad(func, scaling, **options)
-    has_aux = options.get("has_aux", False)
+    return without_value(with_value, has_aux=options.get("has_aux", False))
 
-    @functools.wraps(func)
+
+def without_value(
+    with_value: Callable[..., tuple[Any, Any, Any, Any]], *, has_aux: bool
+) -> Callable[..., tuple[Any, ...]]:
+    """A gradient function that does not return the value, but for what comes along with it."""
+
+    @functools.wraps(with_value)
     def grad(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         value, adjusted, verdict, grads = with_value(*args, **kwargs)
         return (adjusted, verdict, grads, value[1]) if has_aux else (adjusted, verdict, grads)

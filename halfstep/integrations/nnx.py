@@ -14,7 +14,14 @@ from flax import nnx
 
 from halfstep._base import argument_names, listed
 from halfstep._policy import Policy
-from halfstep._training import AbstractLossScaling, filter_value_and_grad, gated, select_tree
+from halfstep._training import (
+    AbstractLossScaling,
+    filter_value_and_grad,
+    gated,
+    select_tree,
+    split_result,
+    without_value,
+)
 
 # Committed with skipped steps too: with the old counters the next step would draw the same dropout
 # mask again, and what a module sowed is there to be read after a bad step above all.
@@ -246,12 +253,7 @@ def value_and_grad(
             kept, frozen = kwargs.pop(state_name).variables, kwargs.pop(frozen_name)
             trained = _filled(call.params, params)
             result, kept, created = call.run(trained, (None, *args), kwargs, kept, frozen)
-            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-                raise TypeError(
-                    "with has_aux=True the function returns (loss, aux); got "
-                    f"{type(result).__name__}. Return exactly these two."
-                )
-            loss, aux = result if has_aux else (result, None)
+            loss, aux = split_result(result, has_aux)
             return loss, (_Kept(kept), created, aux)
 
         params = (0, frozen_name, *listed(options.get("params", ())))
@@ -304,14 +306,7 @@ def grad(
         ```
     """
     with_value = value_and_grad(func, scaling, **options)
-    has_aux = options.get("has_aux", False)
-
-    @functools.wraps(func)
-    def without_value(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        value, adjusted, finite, grads = with_value(*args, **kwargs)
-        return (adjusted, finite, grads, value[1]) if has_aux else (adjusted, finite, grads)
-
-    return without_value
+    return without_value(with_value, has_aux=options.get("has_aux", False))
 
 
 def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwargs: Any) -> None:
