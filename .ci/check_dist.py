@@ -9,7 +9,7 @@ from email import message_from_bytes
 
 REQUIRED = {
     "halfstep/__init__.py",
-    "halfstep/_preflight/accelerators.toml",
+    "halfstep/_preflight/target/accelerators.toml",
     "halfstep/py.typed",
 }
 

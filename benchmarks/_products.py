@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep._preflight._flops import contraction, custom_call_target
-from halfstep._preflight._hlo import Computation, Instruction, parse
-from halfstep._preflight._loops import Frame, body_frame, trip_count
+from halfstep._preflight.hlo.contractions import contraction, custom_call_target
+from halfstep._preflight.hlo.loops import Frame, body_frame, trip_count
+from halfstep._preflight.hlo.parser import Computation, Instruction, parse
 
 MULTIPLE = 16
 """What the sizes of a product in 8 bits are multiples of."""

@@ -7,8 +7,8 @@ from benchmarks._images import markdown
 from benchmarks._report import table
 from benchmarks._scale_steps import ALL, GROUP, GROUPS
 from halfstep._preflight import ACCELERATORS
-from halfstep._preflight._analysis import Contraction
-from halfstep._preflight._roofline import peak_rate
+from halfstep._preflight.hlo.analysis import Contraction
+from halfstep._preflight.report.roofline import peak_rate
 
 Row = Mapping[str, Any]
 MIB = 2**20

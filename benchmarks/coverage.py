@@ -27,7 +27,7 @@ BAR = 95.0
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "halfstep/__main__.py": "the command, started as a user starts it",
-        "halfstep/_preflight/_worker.py": "a compiler's process",
+        "halfstep/_preflight/compile/worker.py": "a compiler's process",
         "halfstep/integrations/_orbax/_checkpoints.py": "one of several processes of a run",
         "halfstep/integrations/_orbax/_processes.py": "one of several processes of a run",
         "halfstep/integrations/_orbax/_arrays.py": "one of several processes of a run",

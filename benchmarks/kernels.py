@@ -22,7 +22,7 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._report import parser, report, table, write
 from halfstep import optim
-from halfstep._preflight._accelerators import ACCELERATORS
+from halfstep._preflight.target.accelerators import ACCELERATORS
 
 MODULE = "benchmarks.kernels"
 SHAPE = (4096, 12288)

@@ -24,7 +24,7 @@ import halfstep
 from benchmarks import _llama
 from benchmarks._report import parser, report, table, write
 from halfstep import optim
-from halfstep._preflight._errors import RefusedError
+from halfstep._preflight.errors import RefusedError
 from halfstep.optim._release_stack import put, take
 
 MODULE = "benchmarks.release"

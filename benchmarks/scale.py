@@ -31,8 +31,8 @@ from benchmarks._report import parser, report, table
 from benchmarks._scale_steps import ALL, DONATED, GROUPS, RECIPES, Size, model
 from benchmarks._scale_tables import sent
 from halfstep._preflight import ACCELERATORS
-from halfstep._preflight._errors import RefusedError
-from halfstep._preflight._targets import parse_target
+from halfstep._preflight.errors import RefusedError
+from halfstep._preflight.target.targets import parse_target
 
 MODULE = "benchmarks.scale"
 PACKAGES = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu")

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 import halfstep
-from halfstep._preflight import _lowering, _mesh, _requirements, _targets
+from halfstep._preflight.compile import lowering as _lowering, requirements as _requirements
+from halfstep._preflight.target import mesh as _mesh, targets as _targets
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"

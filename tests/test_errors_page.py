@@ -178,7 +178,7 @@ def test_modules_and_questions():
         return module(Site(file, 1, "ValueError", "", ""))
 
     assert at("halfstep/_policy/policy.py") == "halfstep"
-    assert at("halfstep/_preflight/_api.py") == "halfstep.preflight"
+    assert at("halfstep/_preflight/api.py") == "halfstep.preflight"
     assert at("halfstep/optim/_check.py") == "halfstep.optim"
     assert at("halfstep/integrations/_orbax/_tree.py") == "halfstep.integrations.orbax"
     assert at("halfstep/compat/mpx.py") == "halfstep.compat.mpx"

@@ -13,14 +13,15 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import halfstep
 from halfstep import optim
-from halfstep._preflight import _plot as _preflight_plot
-from halfstep._preflight._mesh import find_mesh
+from halfstep._preflight.report import plot as _preflight_plot
+from halfstep._preflight.target.mesh import find_mesh
 from halfstep.cli import main
 from halfstep.cli._arguments import policy
 from halfstep.cli._errors import CommandError
 from halfstep.cli._load import load
 from halfstep.cli._output import answer
-from halfstep.debug import _comparison_plot, _plot
+from halfstep.debug._compare import plot as _comparison_plot
+from halfstep.debug._record import plot as _plot
 
 
 @pytest.mark.parametrize(

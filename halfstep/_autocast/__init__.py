@@ -1,62 +1,62 @@
 """An unmodified float32 function in mixed precision."""
 
-from halfstep._autocast._api import (
+from halfstep._autocast.api import (
     autocast as autocast,
     check_state as check_state,
     rewritten as rewritten,
     settings_of as settings_of,
 )
-from halfstep._autocast._eligible import (
+from halfstep._autocast.eligible import (
     TWO_ACTIVATIONS as TWO_ACTIVATIONS,
     TWO_PARAMETERS as TWO_PARAMETERS,
 )
-from halfstep._autocast._f8._marks import (
+from halfstep._autocast.f8.marks import (
     ELEMENTS as ELEMENTS,
     ROUNDED as ROUNDED,
 )
-from halfstep._autocast._f8._site import (
+from halfstep._autocast.f8.product import (
     OFF as OFF,
     Site as Site,
     Slot as Slot,
 )
-from halfstep._autocast._islands import (
+from halfstep._autocast.islands import (
     Island as Island,
     schedule as schedule,
 )
-from halfstep._autocast._kinds import (
+from halfstep._autocast.kinds import (
     Kind as Kind,
 )
-from halfstep._autocast._loops import (
+from halfstep._autocast.loops import (
     hold as hold,
 )
-from halfstep._autocast._picks import (
+from halfstep._autocast.picks import (
     PICKS as PICKS,
 )
-from halfstep._autocast._plan import (
+from halfstep._autocast.planning import (
     plan as plan,
 )
-from halfstep._autocast._recompute import (
+from halfstep._autocast.recompute import (
     Place as Place,
 )
-from halfstep._autocast._run import (
+from halfstep._autocast.run import (
     Environment as Environment,
     bind as bind,
     held as held,
     operand_of as operand_of,
 )
-from halfstep._autocast._sites import (
+from halfstep._autocast.sites import (
     check_sites as check_sites,
     named_sites as named_sites,
     placed as placed,
 )
-from halfstep._autocast._table import (
+from halfstep._autocast.table import (
     CONTRACTIONS as CONTRACTIONS,
     GROUPS as GROUPS,
     TABLE as TABLE,
     Rule as Rule,
 )
-from halfstep._autocast._trace import trace as trace
-from halfstep._autocast._types import (
+from halfstep._autocast.tracing import trace as trace
+from halfstep._autocast.types import (
     FLOAT32 as FLOAT32,
     Decision as Decision,
     Plan as Plan,

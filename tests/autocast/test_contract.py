@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfstep._autocast._contract import contract
+from halfstep._autocast.contract import contract
 
 pytestmark = pytest.mark.core
 

@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import halfstep
 from benchmarks._vit import ViT, loss
-from halfstep._autocast._islands import Island, schedule
-from halfstep._autocast._kinds import Kind
-from halfstep._autocast._plan import plan
-from halfstep._autocast._types import Settings
+from halfstep._autocast.islands import Island, schedule
+from halfstep._autocast.kinds import Kind
+from halfstep._autocast.planning import plan
+from halfstep._autocast.types import Settings
 from halfstep._program.graph import graph_of
 from tests._jaxprs import contractions, equations
 

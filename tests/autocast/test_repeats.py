@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast import _run
+from halfstep._autocast import run as _run
 from tests._jaxprs import contractions, equations
 
 pytestmark = pytest.mark.core

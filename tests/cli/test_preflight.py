@@ -14,9 +14,9 @@ import jax
 import pytest
 
 import halfstep
-from halfstep._preflight import Target, _api
-from halfstep._preflight._compile import Compiled
-from halfstep._preflight._lowering import Program
+from halfstep._preflight import Target, api as _api
+from halfstep._preflight.compile.compiler import Compiled
+from halfstep._preflight.compile.lowering import Program
 from halfstep.cli import main
 from tests.cli import _steps
 from tests.preflight._compilers import need

@@ -10,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import debug
-from halfstep._preflight._lowering import lower
+from halfstep._preflight.compile.lowering import lower
 from tests.conformance._leaves import ROWS
 from tests.preflight._compilers import need
 

@@ -11,7 +11,7 @@ import pytest
 
 import halfstep
 from halfstep import Policy, debug
-from halfstep.debug._search import smallest
+from halfstep.debug._compare.bisect import smallest
 
 ALL_LOW = "f16,op:*=compute"
 SCOPES = 64

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import halfstep
 from halfstep import FORMATS, debug
-from halfstep.debug._distance import absent, added, distance, sums, was_computed
+from halfstep.debug._compare.distance import absent, added, distance, sums, was_computed
 from tests._rows import slow_unless
 
 EPS = FORMATS["bf16"].eps

@@ -21,11 +21,16 @@ from tqdm import tqdm
 
 import halfstep
 from halfstep import debug
-from halfstep._explain._entry import Typed
+from halfstep._explain.entry import Typed
 from halfstep._program.sources import Source
-from halfstep.debug import _live, _live_plot, _live_read, _live_show
-from halfstep.debug._live_history import History, Part
-from halfstep.debug._live_shares import Sites
+from halfstep.debug._live import (
+    live as _live,
+    plot as _live_plot,
+    read as _live_read,
+    show as _live_show,
+)
+from halfstep.debug._live.history import History, Part
+from halfstep.debug._live.shares import Sites
 
 
 class FakeBar:

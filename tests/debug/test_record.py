@@ -9,8 +9,8 @@ import pytest
 
 import halfstep
 from halfstep import debug
-from halfstep.debug import _report
-from halfstep.debug._stats import Column
+from halfstep.debug._instrument.stats import Column
+from halfstep.debug._record import report as _report
 
 
 def _step(w, x):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfstep.debug._stats import (
+from halfstep.debug._instrument.stats import (
     EMPTY,
     Column,
     after_turn,

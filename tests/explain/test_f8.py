@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast._table import CONTRACTIONS
+from halfstep._autocast.table import CONTRACTIONS
 from halfstep._base.calls import FlatCall
-from halfstep._explain._residuals import by_dtype, residuals
+from halfstep._explain.residuals import by_dtype, residuals
 from halfstep._program.control_flow import equations
 from halfstep._program.sources import Finder
 from tests.explain._functions import shape

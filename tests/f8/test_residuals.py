@@ -10,7 +10,7 @@ import pytest
 import halfstep
 from benchmarks._transformers import CASES, data
 from halfstep import Policy
-from halfstep._autocast._kept import keep, restore
+from halfstep._autocast.residuals import keep, restore
 from halfstep._policy.recipe import Factor
 from tests.f8.test_frameworks import cosine, flat
 

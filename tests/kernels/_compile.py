@@ -29,8 +29,8 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-    from halfstep._preflight._analysis import analyze
-    from halfstep._preflight._targets import parse_target
+    from halfstep._preflight.hlo.analysis import analyze
+    from halfstep._preflight.target.targets import parse_target
     from halfstep.kernels.flash_update import Leaf, Scalars, Spec, flash_update
     from halfstep.quant import groups_for
 

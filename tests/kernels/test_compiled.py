@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from halfstep._preflight import _api
-from halfstep._preflight._accelerators import ACCELERATORS
+from halfstep._preflight import api as _api
+from halfstep._preflight.target.accelerators import ACCELERATORS
 from halfstep.kernels.flash_update import Leaf, Scalars, Spec, flash_update
 from halfstep.quant import groups_for
 from tests._rows import slow_unless

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from halfstep._preflight._analysis import Analysis, analyze
+from halfstep._preflight.hlo.analysis import Analysis, analyze
 
 FIXTURES = pathlib.Path(__file__).parent / "hlo"
 

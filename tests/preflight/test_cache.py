@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from halfstep._preflight import _cache
+from halfstep._preflight.compile import cache as _cache
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from halfstep._preflight._analysis import Collective, analyze
+from halfstep._preflight.hlo.analysis import Collective, analyze
 from tests.preflight._programs import ADD, compiled, count, fixture
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true"

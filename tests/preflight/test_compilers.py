@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import halfstep
-from halfstep._preflight._analysis import analyze
+from halfstep._preflight.hlo.analysis import analyze
 from tests.preflight import _cases
 from tests.preflight._compilers import direct, need, own_cache as own_cache
 

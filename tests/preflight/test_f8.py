@@ -12,8 +12,8 @@ import pytest
 
 import halfstep
 from halfstep._preflight import ACCELERATORS, Product
-from halfstep._preflight._analysis import analyze
-from halfstep._preflight._f8 import f8_count
+from halfstep._preflight.hlo.analysis import analyze
+from halfstep._preflight.hlo.products import f8_count
 from tests.preflight._compilers import need, own_cache as own_cache
 from tests.preflight._entries import entry
 from tests.preflight._programs import fixture, program

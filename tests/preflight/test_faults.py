@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from halfstep._preflight import _compile, _requirements
+from halfstep._preflight.compile import compiler as _compile, requirements as _requirements
 from tests.preflight._compilers import ROOT, own_cache as own_cache
 
 VECTOR = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the compilers were there: the workers of these tests do not get to them."""
     monkeypatch.setattr(_compile, "compiler_versions", lambda platform: {"jax": "test"})
     monkeypatch.setattr(
-        "halfstep._preflight._api.compiler_versions", lambda platform: {"jax": "test"}
+        "halfstep._preflight.api.compiler_versions", lambda platform: {"jax": "test"}
     )
 
 

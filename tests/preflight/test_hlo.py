@@ -2,8 +2,8 @@
 
 import pytest
 
-from halfstep._preflight._analysis import analyze
-from halfstep._preflight._hlo import Array, Tuple, leaves, parse
+from halfstep._preflight.hlo.analysis import analyze
+from halfstep._preflight.hlo.parser import Array, Tuple, leaves, parse
 from tests.preflight._programs import FIXTURES, count, fixture, program
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 import halfstep
 from halfstep._base.calls import argument_names
-from halfstep._preflight._lowering import Program, lower
+from halfstep._preflight.compile.lowering import Program, lower
 
 VECTOR = jax.ShapeDtypeStruct((8,), jnp.float32)
 

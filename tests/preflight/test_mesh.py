@@ -1,8 +1,8 @@
 import pytest
 
 import halfstep
-from halfstep._preflight._mesh import check_mesh
-from halfstep._preflight._targets import parse_target
+from halfstep._preflight.target.mesh import check_mesh
+from halfstep._preflight.target.targets import parse_target
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import halfstep
-from halfstep._preflight._lowering import lower
-from halfstep._preflight._roles import arguments, roles
+from halfstep._preflight.compile.lowering import lower
+from halfstep._preflight.report.roles import arguments, roles
 
 VECTOR = jax.ShapeDtypeStruct((8,), jnp.float32)
 STATE = jax.eval_shape(optax.adam(1e-3).init, {"w": VECTOR})

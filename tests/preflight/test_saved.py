@@ -10,8 +10,9 @@ import pytest
 
 import halfstep
 from halfstep import PreflightReport
-from halfstep._autocast._f8._marks import ELEMENTS
-from halfstep._preflight import Argument, Change, Product, _saved
+from halfstep._autocast.f8.marks import ELEMENTS
+from halfstep._preflight import Argument, Change, Product
+from halfstep._preflight.report import saved as _saved
 from tests.preflight._entries import GIB, entry
 from tests.preflight.test_report import GAVE_UP
 

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 import halfstep
-from halfstep._preflight._search import LargestBatch, search
+from halfstep._preflight.search import LargestBatch, search
 from tests.preflight._entries import GIB, entry
 
 

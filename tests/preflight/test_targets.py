@@ -5,8 +5,13 @@ import re
 
 import pytest
 
-from halfstep._preflight._accelerators import ACCELERATORS, Accelerator, GpuFigures, TpuFigures
-from halfstep._preflight._targets import Target, parse_target
+from halfstep._preflight.target.accelerators import (
+    ACCELERATORS,
+    Accelerator,
+    GpuFigures,
+    TpuFigures,
+)
+from halfstep._preflight.target.targets import Target, parse_target
 
 GPUS = ("h100", "h200", "a100-80gb", "a100-40gb", "b200", "l4", "rtx4070", "rtx4090")
 TPUS = ("v5e", "v5p", "v6e", "tpu7x")

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from halfstep._preflight._analysis import Collective, Kernel, analyze
-from halfstep._preflight._traffic import memory_floor_bytes
+from halfstep._preflight.hlo.analysis import Collective, Kernel, analyze
+from halfstep._preflight.hlo.traffic import memory_floor_bytes
 from tests.preflight._programs import ADD, compiled, count, fixture
 
 ENTRY = """

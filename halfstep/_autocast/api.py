@@ -1,0 +1,188 @@
+"""`autocast`: an unmodified float32 function in mixed precision."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._autocast.f8.product import Off, Slot
+from halfstep._autocast.kinds import Kind
+from halfstep._autocast.run import run
+from halfstep._autocast.sites import placed
+from halfstep._autocast.tracing import trace
+from halfstep._autocast.types import FLOAT32, Settings
+from halfstep._autocast.unmatched import check_rules
+from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
+from halfstep._policy import Factor, Policy, as_policy
+
+
+def autocast(
+    func: Callable[..., Any],
+    policy: Policy | str = "bf16",
+    *,
+    params: int | str | Sequence[int | str] = 0,
+    islands: bool = True,
+    reduce_dtype: DTypeLike | None = None,
+    scaling: Any = None,
+) -> Callable[..., Any]:
+    """Rewrite a function: contractions in the compute dtype, sensitive operations in float32.
+
+    The function is traced as it is written, in float32, and each of its operations runs in the
+    precision that suits it: contractions (dots and convolutions) take their operands in the compute
+    dtype; exponentials, logarithms, powers, divisions and sums run in float32; everything else in
+    the widest dtype of its operands, where parameters and constants do not count. Loops, branches,
+    calls and functions with derivatives of their own are rewritten inside. Results have the dtypes
+    that they have without it.
+
+    What runs in float32 between two contractions is an *island*: what goes in and out is stored in
+    the compute dtype, and the inside is computed again for the gradient. So float32 is never kept
+    for the backward pass, and a norm or a softmax in float32 costs no memory.
+
+    Args:
+        func: Any function that can be traced.
+        policy: A `Policy` or its text: its compute dtype, its rules for operations, and the
+            arguments that it keeps, which begin with the function's parameter names.
+        params: Which arguments hold parameters, by position or name. Their floating-point arrays
+            are used in the compute dtype where they meet activations, and are cast at that place,
+            so that their gradients add up in float32. All other arguments (targets, positions) stay
+            as they are until they enter a contraction.
+        islands: Whether float32 regions are computed again instead of stored.
+        reduce_dtype: The dtype in which the gradients of parameters come out of contractions, so
+            also the one in which they are summed over devices if the batch is sharded under `jit`.
+            `None` means float32 where the compute dtype is float16, of which a few finite
+            shards can add up to infinity, and the compute dtype else.
+        scaling: The state of the policy's recipe, an `F8Scaling`, for recipes that have one. It is
+            used and not changed; gradient transforms do both.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        ValueError: When called, if a rule of the policy is for nothing in the function; the message
+            names the nearest candidates.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(params, x, y):
+            hidden = jax.nn.gelu(x @ params["up"])
+            return jnp.mean((jax.nn.softmax(hidden @ params["down"]) - y) ** 2)
+
+
+        params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}
+        x, y = jnp.ones((2, 8)), jnp.zeros((2, 4))
+        value, grads = jax.value_and_grad(halfstep.autocast(loss, "bf16"))(params, x, y)
+        assert value.dtype == grads["up"].dtype == jnp.float32
+        ```
+    """
+    policy = as_policy(policy)
+    settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
+    state = None if scaling is None else scaling.slots(scaling.probes())
+    check_state(policy, has_state=state is not None)
+    return rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)
+
+
+def check_state(policy: Policy, *, has_state: bool) -> None:
+    """Raise if a policy's recipe needs state and has none."""
+    recipe = policy.recipe
+    if recipe is not None and recipe.needs_state and not has_state:
+        key = ", key=jax.random.key(0)" if recipe.is_random else ""
+        raise ValueError(
+            f"the recipe {recipe.name!r} has state, and none was given: make it with "
+            f"scaling = halfstep.RECIPES[{recipe.name!r}].init(loss, *args{key}), and pass "
+            "scaling=scaling."
+        )
+
+
+def rewritten(
+    func: Callable[..., Any],
+    settings: Settings,
+    *,
+    params: Collection[int | str],
+    keep: Sequence[str] = (),
+    every_rule: bool = True,
+    state: Mapping[str, Slot | Off] | None = None,
+    is_loss: bool = False,
+) -> Callable[..., Any]:
+    """A function whose operations run as the settings say.
+
+    Args:
+        func: Any function that can be traced.
+        settings: What is asked for.
+        params: Which arguments hold parameters, by position or name.
+        keep: Path rules for arguments that stay in float32.
+        every_rule: Whether a rule that is for nothing in the function is an error.
+        state: What a recipe's state has for each product, by name.
+        is_loss: Whether its first result is a loss, which stays float32 where parameters that are
+            stored in 16 bits would make 16 bits of it.
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if settings.compute.itemsize >= 4:
+            return func(*args, **kwargs)
+        call = trace(func, settings, args, kwargs, params=params, keep=keep)
+        if every_rule:
+            check_rules(call.plan)
+        outputs = call.plan.graph.outputs
+        slots = None if state is None else placed(call.plan, state)
+        results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs), slots=slots)
+        avals = list(call.results)
+        if is_loss and avals:
+            avals[0] = call.plan.graph.aval(outputs[0])
+        return call.rebuild([as_traced(*pair) for pair in zip(results, avals, strict=True)])
+
+    return wrapped
+
+
+def as_traced(value: Any, aval: Any) -> Any:
+    """A result as it is without autocast: an array, which yields to others if it would there."""
+    if not isinstance(value, jax.Array):
+        # A number that is written into the program.
+        value = jnp.asarray(value, aval.dtype)
+    if value.dtype != aval.dtype:
+        # Made of parameters that are stored in 16 bits.
+        value = jax.lax.convert_element_type(value, aval.dtype)
+    if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
+        return value
+    return jax.lax.convert_element_type_p.bind(
+        value, new_dtype=aval.dtype, weak_type=True, sharding=None
+    )
+
+
+def settings_of(
+    policy: Policy, *, islands: bool = True, reduce_dtype: DTypeLike | None = None
+) -> Settings:
+    """What a policy means for autocast."""
+    if policy.mode != "autocast":
+        raise ValueError(
+            f"the policy {str(policy)!r} casts arguments and nothing else; leave "
+            "':inputs' out of it, or use cast_function."
+        )
+    return Settings(
+        np.dtype(policy.compute),
+        islands,
+        policy.rules,
+        policy.accumulate is not None,
+        _reduce_dtype(reduce_dtype, policy.compute),
+        policy.recipe,
+        None if policy.residuals is None else Factor(element=policy.residuals, per="row"),
+    )
+
+
+def _reduce_dtype(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:
+    if dtype is None:
+        return FLOAT32 if compute == np.dtype(np.float16) else None
+    parsed = parse_dtype(dtype)
+    if parsed not in (FLOAT32, compute):
+        raise ValueError(
+            f"`reduce_dtype` is float32 or the compute dtype, {dtype_name(compute)}; got {dtype!r}."
+        )
+    return parsed

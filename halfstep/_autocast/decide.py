@@ -1,0 +1,261 @@
+"""Decide in which precision one operation runs: by the user's rules, then by the table."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from halfstep._autocast import calls as _calls, derivatives as _derivatives, loops as _loops
+from halfstep._autocast.eligible import site_of
+from halfstep._autocast.kinds import Kind, is_subject, join
+from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
+from halfstep._autocast.table import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
+from halfstep._autocast.types import FLOAT32, Decision, Planner, Settings, held_dtype
+from halfstep._base import jaxprs_in
+from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
+from halfstep._program import Graph, Node, Operand, is_scalar_literal, size
+
+_PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
+# Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not
+# vanish in an island.
+_NEVER_AGAIN = COLLECTIVES | DEAR | {"name"}
+_KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
+
+
+def decide(
+    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    """How an operation runs, given the kinds of its operands."""
+    chosen = _chosen(node, graph, settings)
+    nested = node.name in _PLANNERS
+    if chosen is not None and callable(chosen.outcome) and not nested:
+        return _by_function(node, graph, kinds, settings, chosen.outcome, str(chosen))
+    outcome = _outcome(node, chosen)
+    if nested and outcome is None:
+        return _PLANNERS[node.name](node, kinds, settings, plan)
+    compute = settings.compute
+    known = nested or node.name in TABLE
+    by = "" if outcome is None or chosen is None else str(chosen)
+    make = functools.partial(
+        _decision, [graph.avals[number] for number in node.outs], compute, known=known, by=by
+    )
+    barrier = node.effects or not known or node.name in _NEVER_AGAIN
+    if nested:
+        return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
+    rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
+    if node.name in CONTRACTIONS:
+        return _contraction(node, graph, kinds, settings, rule, make, by)
+    if rule is Rule.COMPUTE:
+        return make(rule, compute, Kind.LOW, barrier=barrier)
+    widest = _met(kinds)
+    if rule is Rule.FLOAT32:
+        kind = widest if widest in (Kind.SOFT, Kind.KEPT) else Kind.WIDE
+        return make(rule, FLOAT32, kind, barrier=barrier)
+    if rule is Rule.AS_TRACED:
+        return make(rule, FLOAT32, _made_as_traced(node, graph, kinds), barrier=barrier)
+    kind = Kind.SOFT if widest is Kind.OTHER else widest
+    dtype = compute if kind is Kind.LOW else FLOAT32
+    if rule is Rule.FOLLOW and join(kinds) is Kind.STORED:
+        # Still that parameter, in another shape.
+        kind = Kind.STORED
+    if node.name == "gather" and kind is Kind.SOFT and isinstance(node.ins[0], int):
+        # Looked up in the parameters' own precision, so that gradients are added up in it.
+        kind = Kind.LOW
+    return make(rule, dtype, kind, barrier=barrier)
+
+
+def _met(kinds: Sequence[Kind]) -> Kind:
+    """The kind of what is made of some values."""
+    widest = join(kinds)
+    if widest is Kind.KEPT and not all(k.yields or k in (Kind.OTHER, Kind.KEPT) for k in kinds):
+        # Kept is what the user has named, and not all that it ever meets.
+        return Kind.WIDE
+    if widest is Kind.STORED:
+        return Kind.LOW
+    return Kind.SOFT if widest.yields else widest
+
+
+def _contraction(
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    rule: Rule,
+    make: Any,
+    chosen: str,
+) -> Decision:
+    avals = [graph.aval(operand) for operand in node.ins[:2]]
+    ours = [is_subject(aval, settings.compute) for aval in avals]
+    # Data that comes in the compute dtype meets weights in float32.
+    low = [getattr(aval, "dtype", None) == settings.compute for aval in avals]
+    lowers = any(ours) and all(one or other for one, other in zip(ours, low, strict=True))
+    if rule in (Rule.WIDEST, Rule.FOLLOW):
+        rule = Rule.COMPUTE if _met(kinds) is Kind.LOW else Rule.FLOAT32
+    asks = _asks_for_precision(node) or Kind.KEPT in kinds[:2]
+    if rule in (Rule.FLOAT32, Rule.AS_TRACED) or not lowers or asks:
+        return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
+    picking = None if chosen else picking_factor(node, graph)
+    is_wide = picking is not None and kinds[1 - picking] is Kind.WIDE
+    rounds = functools.partial(_is_plain_product, graph=graph, settings=settings)
+    if is_wide and not is_rounded_by_readers(node, graph, rounds):
+        return make(Rule.FOLLOW, FLOAT32, Kind.WIDE, barrier=True)
+    wide = rule is Rule.ACCUMULATE or settings.accumulate
+    out = Kind.WIDE if wide else Kind.LOW
+    decision = make(Rule.COMPUTE, settings.compute, out, barrier=True)
+    if settings.recipe is None:
+        return decision
+    if picking is not None:
+        return dataclasses.replace(decision, refusal=PICKS)
+    # How a result is handed on does not say what it is made of.
+    by = "" if rule is Rule.ACCUMULATE else chosen
+    site = site_of(node, graph, kinds, settings, by, FLOAT32 if wide else settings.compute)
+    if isinstance(site, str):
+        return dataclasses.replace(decision, refusal=site)
+    return dataclasses.replace(decision, site=site)
+
+
+def _decision(
+    outs: Sequence[Any],
+    compute: np.dtype,
+    rule: Rule,
+    dtype: np.dtype,
+    kind: Kind,
+    *,
+    barrier: bool,
+    known: bool,
+    by: str,
+) -> Decision:
+    kinds = tuple(kind if is_subject(aval, compute) else Kind.OTHER for aval in outs)
+    return Decision(rule, dtype, kinds, barrier, known, by=by)
+
+
+# The user's rules.
+
+
+def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | None:
+    """The first rule of the user's that is for an operation."""
+    scope = node.scope
+    if KEEP_SCOPE in scope:
+        return _KEEP
+    if not settings.rules:
+        return None
+    shapes = [
+        [jax.ShapeDtypeStruct(getattr(a, "shape", ()), getattr(a, "dtype", bool)) for a in avals]
+        for avals in (map(graph.aval, node.ins), map(graph.aval, node.outs))
+    ]
+    operation = Operation(node.name, scope, node.params, tuple(shapes[0]), tuple(shapes[1]))
+    for rule in settings.rules:
+        concerned = rule.outcome != "accumulate" or node.name in CONTRACTIONS
+        if concerned and rule.matches(operation):
+            return rule
+    return None
+
+
+def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:
+    """What the user's rule makes of an operation; `None` if the table decides."""
+    if chosen is None:
+        return None
+    if not callable(chosen.outcome):
+        outcome = Rule(chosen.outcome.replace("_", " "))
+        if node.name not in _PLANNERS or outcome in (Rule.FLOAT32, Rule.AS_TRACED):
+            return outcome
+    if chosen.op is not None and chosen.op == node.name:
+        raise ValueError(
+            f"the rule {str(chosen)!r} is for `{node.name}`, which is a call or a loop: it can run "
+            "as written (float32 or as_traced); for what is inside, name those operations, or a "
+            "scope."
+        )
+    return None
+
+
+def _by_function(
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    function: PrecisionFunction,
+    by: str,
+) -> Decision:
+    """By a function of the user's, which is asked what it would make of the operands."""
+    compute = settings.compute
+    operands = []
+    for operand, kind in zip(node.ins, kinds, strict=True):
+        aval = graph.aval(operand)
+        dtype = held_dtype(aval, kind, compute) or aval.dtype
+        operands.append(jax.ShapeDtypeStruct(aval.shape, dtype))
+    outs = jax.eval_shape(
+        lambda *values: bind_by(function, node, graph, compute, values), *operands
+    )
+    made = []
+    for number, out in zip(node.outs, outs, strict=True):
+        if not is_subject(graph.avals[number], compute):
+            made.append(Kind.OTHER)
+        else:
+            made.append(Kind.LOW if out.dtype == compute else Kind.WIDE)
+    barrier = node.effects or node.name in CONTRACTIONS or node.name in COLLECTIVES
+    return Decision(Rule.AS_TRACED, FLOAT32, tuple(made), barrier, by=by, function=function)
+
+
+def bind_by(
+    function: PrecisionFunction, node: Node, graph: Graph, compute: np.dtype, values: Sequence[Any]
+) -> Sequence[Any]:
+    """Run an operation with what a function of the user's makes of its operands."""
+    original = [graph.aval(operand).dtype for operand in node.ins]
+    operands, params = function(compute, original, *values, **node.params)
+    results = node.primitive.bind(*operands, **params)
+    return results if node.primitive.multiple_results else [results]
+
+
+# The table, and what it cannot say.
+
+
+def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
+    if node.name == "div" and is_scalar_literal(node.ins[1]):
+        return Rule.WIDEST
+    if node.name == "mul" and node.ins[0] == node.ins[1] and isinstance(node.ins[0], int):
+        return Rule.FLOAT32
+    if node.name == "sub" and any(_is_spread(node, graph, operand) for operand in node.ins):
+        # `x - max(x)`: what an exponential is taken of, as exact as the exponential.
+        return Rule.FLOAT32
+    if node.name == "convert_element_type":
+        dtypes = {graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype}
+        # From float32 to float32: only whether JAX calls it weak changes.
+        return Rule.FOLLOW if dtypes == {FLOAT32} else Rule.AS_TRACED
+    if node.name == "scatter" and any(inner.eqns for inner in jaxprs_in(node.params)):
+        # `x.at[i].apply(f)`: f is a float32 function that is part of the operation.
+        return Rule.FLOAT32
+    return rule
+
+
+def _is_spread(node: Node, graph: Graph, operand: Operand) -> bool:
+    """Whether an operand, such as a maximum, is the same for many elements of the result."""
+    made_by = graph.maker(operand)
+    if made_by is not None and graph.nodes[made_by].name == "broadcast_in_dim":
+        operand = graph.nodes[made_by].ins[0]
+    own = size(graph.aval(operand))
+    return isinstance(operand, int) and own < size(graph.avals[node.outs[0]])
+
+
+def _is_plain_product(node: Node, graph: Graph, settings: Settings) -> bool:
+    """Whether an operation is a product about which the user has said nothing."""
+    is_product = node.name in CONTRACTIONS and not _asks_for_precision(node)
+    return is_product and _chosen(node, graph, settings) is None
+
+
+def _asks_for_precision(node: Node) -> bool:
+    precision = node.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    # DEFAULT is 0 and what everybody has who has not asked.
+    return any(p is not None and getattr(p, "value", p) not in (0, "DEFAULT") for p in asked)
+
+
+def _made_as_traced(node: Node, graph: Graph, kinds: Sequence[Kind]) -> Kind:
+    if node.name == "convert_element_type":
+        # Of a mask, or of a parameter that is stored in 16 bits.
+        yields = graph.aval(node.ins[0]).dtype == np.dtype(bool) or kinds[0] is Kind.PARAM
+        return Kind.SOFT if yields else Kind.WIDE
+    return Kind.SOFT if node.name in ("empty", "empty2") else Kind.WIDE

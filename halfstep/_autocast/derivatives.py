@@ -1,0 +1,234 @@
+"""Functions with derivatives of their own, which stay theirs."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from halfstep._autocast.kinds import Kind, is_subject
+from halfstep._autocast.types import (
+    Call,
+    Decision,
+    Planner,
+    Settings,
+    nested,
+    out_kinds,
+    with_own_rules,
+)
+from halfstep._program import CustomJvp, CustomVjp, Node, graph_of
+
+
+def _plan_custom_jvp(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    function = node.structured(CustomJvp).function
+    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
+    return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
+
+
+def _run_custom_jvp(call: Call) -> list[Any]:
+    node, decision, run = call.node, call.decision, call.run
+    inner, kinds, plan = decision.inner
+    custom = node.structured(CustomJvp)
+    consts = custom.consts
+
+    @jax.custom_jvp
+    def func(*values: Any) -> Any:
+        return tuple(run(inner, values, decision.outs))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        if custom.symbolic_zeros:
+            zeros = [isinstance(tangent, SymbolicZero) for tangent in tangents]
+        else:
+            zeros = [False] * len(tangents)
+            tangents = [
+                _instantiated(tangent, primal)
+                for tangent, primal in zip(tangents, primals, strict=True)
+            ]
+        function, out_zeros = custom.rule(zeros)
+        graph = graph_of(function, node.scope)
+        moving = [i for i in range(consts, len(primals)) if not zeros[i]]
+        given = [*primals[consts:], *(tangents[i] for i in moving)]
+        of_given = [*kinds[consts:], *(kinds[i] for i in moving)]
+        positions = range(len(primals) - consts, len(given))
+        made = plan(graph, of_given, with_own_rules(call.settings), tangents=positions)
+        of_tangents = [k for k, zero in zip(decision.outs, out_zeros, strict=True) if not zero]
+        results = run(made, given, [*decision.outs, *of_tangents])
+        count = len(decision.outs)
+        nonzero = iter(results[count:])
+        out = tuple(results[:count])
+        return out, tuple(
+            zero_tangent(value) if zero else next(nonzero)
+            for value, zero in zip(out, out_zeros, strict=True)
+        )
+
+    func.defjvp(rule, symbolic_zeros=True)
+    return list(func(*call.operands))
+
+
+def _instantiated(tangent: Any, primal: Any) -> Any:
+    if not isinstance(tangent, SymbolicZero):
+        return tangent
+    aval: Any = tangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    # Like the primal, so that within a shard_map it varies over the same axes.
+    return jnp.zeros_like(primal, dtype=aval.dtype)
+
+
+def zero_tangent(value: Any) -> Any:
+    """The tangent of a value that does not move, as an array."""
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)
+
+
+def _plan_custom_vjp(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    function = node.structured(CustomVjp).function
+    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
+    return nested(out_kinds(inner), (inner, tuple(kinds), plan))
+
+
+def _run_custom_vjp(call: Call) -> list[Any]:
+    node, decision, operands, run = call.node, call.decision, call.operands, call.run
+    inner, kinds, plan = decision.inner
+    custom, settings = node.structured(CustomVjp), with_own_rules(call.settings)
+    consts = custom.consts
+    avals = [inner.graph.avals[number] for number in inner.graph.inputs]
+
+    @jax.custom_vjp
+    def func(*values: Any) -> Any:
+        return tuple(run(inner, values, decision.outs))
+
+    @_without_closures()
+    def forward(*primals: Any) -> Any:
+        if custom.symbolic_zeros:
+            values = [primal.value for primal in primals]
+            flags = [primal.perturbed for primal in primals]
+        else:
+            # The rule is not told, whatever is said here.
+            values, flags = primals, [True] * len(primals)
+        graph = graph_of(custom.forward(flags), node.scope)
+        made = plan(graph, kinds[consts:], settings)
+        forwarded = custom.forwarded()
+        stored = sum(number is None for number in forwarded)
+        of_stored = [made.out_kind(operand) for operand in graph.outputs[:stored]]
+        results = run(made, values[consts:], [*of_stored, *decision.outs])
+        saved = iter(zip(results[:stored], of_stored, graph.outputs[:stored], strict=True))
+        residuals, types = [], []
+        for number in forwarded:
+            if number is None:
+                value, kind, operand = next(saved)
+                residuals.append(value)
+                types.append((kind, graph.aval(operand)))
+            else:
+                residuals.append(values[number])
+                types.append((kinds[number], avals[number]))
+        # What they are is known when the function is traced, and the same each time.
+        shapes[:] = types
+        return tuple(results[stored:]), tuple(residuals)
+
+    shapes: list[tuple[Kind, Any]] = []
+    outs = [inner.graph.aval(operand) for operand in inner.graph.outputs]
+
+    @_without_closures()
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        of_given = [*(kind for kind, _ in shapes), *decision.outs]
+        types = [*(aval for _, aval in shapes), *outs]
+        # As they are but for the dtype: within a shard_map they vary over axes.
+        traced = [
+            _as_traced(value, aval) if is_subject(aval, settings.compute) else value
+            for value, aval in zip([*residuals, *cotangents], types, strict=True)
+        ]
+        # Numbers of Python's that the rule has kept are for it to look at, and so are zeros that
+        # JAX only speaks of.
+        arrays = [hasattr(value, "dtype") and not _is_zero(value) for value in traced]
+
+        def only(values: Sequence[Any]) -> list[Any]:
+            return [value for value, keep in zip(values, arrays, strict=True) if keep]
+
+        def flat(*values: Any) -> Any:
+            found = iter(values)
+            given = [
+                next(found) if keep else value for value, keep in zip(traced, arrays, strict=True)
+            ]
+            return [_dense(value) for value in custom.backward(*given)]
+
+        graph = graph_of(jax.make_jaxpr(flat)(*only(traced)), node.scope)
+        made = plan(graph, only(of_given), settings)
+        given = only([*residuals, *cotangents])
+        results = iter(run(made, given, [Kind.WIDE] * len(graph.outputs)))
+        out = []
+        for position, (aval, value) in enumerate(zip(avals, operands, strict=True)):
+            gradient = None if position < consts else next(results)
+            if not jnp.issubdtype(aval.dtype, jnp.inexact):
+                out.append(np.zeros(aval.shape, jax.dtypes.float0))
+            elif gradient is None:
+                out.append(jnp.zeros_like(value))
+            else:
+                out.append(jax.lax.convert_element_type(gradient, value.dtype))
+        return tuple(out)
+
+    # A rule that asks for it is told which of its arguments are differentiated, and which of its
+    # results are used.
+    func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
+    return list(func(*operands))
+
+
+@contextlib.contextmanager
+def _without_closures() -> Generator[None]:
+    """Say what to do about a rule that uses a value of the function around it.
+
+    JAX traces the rules when the gradient is made. What they close over was a value of the trace
+    that autocast has rewritten, which is over by then.
+    """
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(
+            "a rule of a custom_vjp function uses a value of the function that autocast rewrites, "
+            "and not as an argument: it is gone when the gradient is made (`jax.grad` of `jax.jit` "
+            "refuses this, too). Give it to the custom_vjp function as an argument."
+        ) from error
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, SymbolicZero)
+
+
+def _as_traced(value: Any, aval: Any) -> Any:
+    """A value in the dtype in which a rule was written for it."""
+    if _is_zero(value):
+        return SymbolicZero(value.aval.update(dtype=aval.dtype))
+    if not hasattr(value, "dtype"):
+        return value
+    return jax.lax.convert_element_type(value, aval.dtype)
+
+
+def _dense(value: Any) -> Any:
+    """A cotangent as an array, also where JAX only says that it is zero."""
+    aval = getattr(value, "aval", None)
+    if isinstance(value, jax.Array | np.ndarray) or aval is None:
+        return value
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+PLANNERS = MappingProxyType(
+    {
+        **dict.fromkeys(CustomJvp.names, _plan_custom_jvp),
+        **dict.fromkeys(CustomVjp.names, _plan_custom_vjp),
+    }
+)
+RUNNERS = MappingProxyType(
+    {
+        **dict.fromkeys(CustomJvp.names, _run_custom_jvp),
+        **dict.fromkeys(CustomVjp.names, _run_custom_vjp),
+    }
+)

@@ -1,0 +1,106 @@
+"""Which contractions can be computed in few bits, and why the others are not."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from halfstep._autocast.f8.dimensions import of_dot
+from halfstep._autocast.f8.product import Site
+from halfstep._autocast.kinds import Kind
+from halfstep._policy import Recipe
+from halfstep._program import Graph, Node
+
+TWO_ACTIVATIONS = "a product of two activations (the recipe's `activations` allows it)"
+TWO_PARAMETERS = "a product of two parameters"
+
+
+def site_of(
+    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Any, by: str, out: np.dtype
+) -> Site | str:
+    """A contraction in few bits, or why it is none.
+
+    Args:
+        node: The contraction.
+        graph: What it is part of.
+        kinds: Those of its operands.
+        settings: What the user has asked for.
+        by: The rule of the user's that is for it.
+        out: The dtype of its result.
+    """
+    recipe: Recipe = settings.recipe
+    if by:
+        return f"the rule {by!r}"
+    if recipe.is_random and not settings.has_state:
+        return "its random key does not reach into a shard_map, a while loop or a custom derivative"
+    weights = [place for place in (0, 1) if kinds[place].is_weight]
+    if not weights and not recipe.activations:
+        return TWO_ACTIVATIONS
+    if len(weights) == 2:
+        return TWO_PARAMETERS
+    weight = weights[0] if weights else 1
+    avals = [graph.aval(operand) for operand in node.ins[:2]]
+    adapted = _adapted(node, recipe, avals)
+    if isinstance(adapted, str):
+        return adapted
+    sizes = _sizes(node, avals, weight)
+    if isinstance(sizes, str):
+        return sizes
+    unfit = [size for size in sizes if size % recipe.multiple_of or not size]
+    if unfit:
+        return f"{unfit[0]} is no multiple of {recipe.multiple_of}"
+    reduce = settings.reduce or settings.compute
+    gradients = [settings.compute, settings.compute]
+    gradients[weight] = reduce
+    options = {**node.params, "preferred_element_type": None}
+    return Site(
+        contraction=node.primitive,
+        options=tuple(options.items()),
+        recipe=adapted,
+        weight=weight,
+        compute=settings.compute,
+        out=out,
+        gradients=(gradients[0], gradients[1]),
+        shapes=(tuple(avals[0].shape), tuple(avals[1].shape)),
+        out_shape=tuple(graph.avals[node.outs[0]].shape),
+    )
+
+
+def _adapted(node: Node, recipe: Recipe, avals: Sequence[Any]) -> Recipe | str:
+    """A recipe for a kind of contraction."""
+    if node.primitive is jax.lax.dot_general_p:
+        return recipe
+    if node.name == "conv_general_dilated":
+        if any(factor.per != "tensor" for leg in recipe.legs for factor in leg):
+            return "a convolution has one scale for each tensor"
+        # Both factors of a convolution are of one dtype.
+        first = recipe.forward[0]
+        same = tuple(
+            dataclasses.replace(factor, element=first.element) for factor in recipe.forward
+        )
+        legs = {
+            name: None if getattr(recipe, name) is None else same
+            for name in ("forward", "input_gradient", "weight_gradient")
+        }
+        return dataclasses.replace(recipe, **legs)
+    if node.name == "ragged_dot_general" and [len(aval.shape) for aval in avals] == [2, 3]:
+        return recipe
+    return f"no recipe knows `{node.name}` of these shapes"
+
+
+def _sizes(node: Node, avals: Sequence[Any], weight: int) -> tuple[int, ...] | str:
+    """Of what is summed, and of the weight's own."""
+    shape = avals[weight].shape
+    if node.name == "conv_general_dilated":
+        spec = node.params["dimension_numbers"]
+        if node.params["feature_group_count"] != 1 or node.params["batch_group_count"] != 1:
+            return "a convolution in groups"
+        return shape[spec.rhs_spec[0]], shape[spec.rhs_spec[1]]
+    if node.name == "ragged_dot_general":
+        return shape[1], shape[2]
+    roles = of_dot(node.params["dimension_numbers"], [len(aval.shape) for aval in avals])[weight]
+    if not roles.own:
+        return "a product with a vector"
+    return tuple(int(np.prod([shape[axis] for axis in axes])) for axes in (roles.summed, roles.own))

@@ -1,0 +1,144 @@
+"""The dimensions of a product's factors, for each of its three legs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from halfstep._autocast.linear import explicit_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What the dimensions of one factor are: shared with the other, summed with it, or its own."""
+
+    shared: tuple[int, ...]
+    summed: tuple[int, ...]
+    own: tuple[int, ...]
+
+    def turned(self) -> "Roles":
+        """For the leg that sums over what was its own."""
+        return Roles(self.shared, self.own, self.summed)
+
+
+def of_dot(dimension_numbers: Any, ndims: Sequence[int]) -> tuple[Roles, Roles]:
+    """The roles of a `dot_general`'s factors."""
+    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
+    made = []
+    for summed, shared, ndim in (
+        (left_sum, left_batch, ndims[0]),
+        (right_sum, right_batch, ndims[1]),
+    ):
+        own = [axis for axis in range(ndim) if axis not in (*summed, *shared)]
+        made.append(Roles(tuple(shared), tuple(summed), tuple(own)))
+    return made[0], made[1]
+
+
+def of_result(left: Roles, right: Roles, summed: int) -> Roles:
+    """The roles of a product's cotangent on a leg that sums over what is one factor's own.
+
+    Args:
+        left: The first factor.
+        right: The second one.
+        summed: Which of them.
+    """
+    shared = len(left.shared)
+    of_left = tuple(range(shared, shared + len(left.own)))
+    of_right = tuple(range(shared + len(left.own), shared + len(left.own) + len(right.own)))
+    own, gone = (of_right, of_left) if summed == 0 else (of_left, of_right)
+    return Roles(tuple(range(shared)), gone, own)
+
+
+def dot(
+    first: Any,
+    second: Any,
+    of_first: Roles,
+    of_second: Roles,
+    dtype: np.dtype,
+    sharding: NamedSharding | None = None,
+) -> Any:
+    """A product: shared dimensions, then the first factor's own, then the second one's.
+
+    Args:
+        first: The first factor.
+        second: The second one.
+        of_first: The roles of its dimensions.
+        of_second: Those of the second one's.
+        dtype: The dtype of the product.
+        sharding: How the product is divided, in the order of its dimensions; needed over explicit
+            axes of a mesh, where the factors' own shardings may not say it.
+    """
+    # A factor's own dimensions come out in ascending order.
+    start = len(of_first.shared)
+    order = [*range(start), *(start + place for place in _ranks(of_first.own))]
+    start += len(of_first.own)
+    order += [start + place for place in _ranks(of_second.own)]
+    if sharding is not None:
+        parts = [sharding.spec[order.index(place)] for place in range(len(order))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*parts))
+    made = jax.lax.dot_general(
+        first,
+        second,
+        ((of_first.summed, of_second.summed), (of_first.shared, of_second.shared)),
+        preferred_element_type=dtype,
+        out_sharding=sharding,
+    )
+    return _transposed(made, order)
+
+
+def divided(like: Any, axes: Sequence[int]) -> NamedSharding | None:
+    """The explicit sharding of a value, with its dimensions in another order."""
+    sharding = explicit_sharding(like)
+    if sharding is None:
+        return None
+    spec = [*sharding.spec, *[None] * (len(axes) - len(sharding.spec))]
+    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[axis] for axis in axes)))
+
+
+def _ranks(axes: Sequence[int]) -> list[int]:
+    return [sorted(axes).index(axis) for axis in axes]
+
+
+def as_laid_out(value: Any, axes: Sequence[int]) -> Any:
+    """Move dimensions to where they belong: `axes[i]` is where the one at `i` goes."""
+    return _transposed(value, sorted(range(len(axes)), key=lambda place: axes[place]))
+
+
+def _transposed(value: Any, order: Sequence[int]) -> Any:
+    return value if list(order) == list(range(value.ndim)) else jax.lax.transpose(value, order)
+
+
+def beside(scale: Any, roles: Roles, before: int, after: int) -> Any:
+    """A factor's scales, of its shape with 1 for what is summed, in the shape of the product.
+
+    Args:
+        scale: The scales.
+        roles: The factor's.
+        before: How many dimensions of the other factor's own come before its own.
+        after: How many come after.
+    """
+    kept = jax.lax.transpose(scale, (*roles.shared, *roles.own, *roles.summed))
+    shape = kept.shape[: len(roles.shared) + len(roles.own)]
+    split = len(roles.shared)
+    return kept.reshape(*shape[:split], *(1,) * before, *shape[split:], *(1,) * after)
+
+
+def as_rows(value: Any, roles: Roles) -> Any:
+    """A factor as `[shared, own, summed]`."""
+    moved = jax.lax.transpose(value, (*roles.shared, *roles.own, *roles.summed))
+    split = len(roles.shared), len(roles.shared) + len(roles.own)
+    shape = moved.shape
+    sizes = [
+        int(np.prod(part))
+        for part in (shape[: split[0]], shape[split[0] : split[1]], shape[split[1] :])
+    ]
+    return moved.reshape(sizes)
+
+
+def from_rows(rows: Any, roles: Roles, shape: Sequence[int]) -> Any:
+    """A factor of a shape from its rows."""
+    axes = (*roles.shared, *roles.own, *roles.summed)
+    return as_laid_out(rows.reshape([shape[axis] for axis in axes]), axes)

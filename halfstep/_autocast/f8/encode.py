@@ -1,0 +1,115 @@
+"""Factors as they are written for one leg of a product, and as they are read again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._autocast.f8.dimensions import Roles, as_rows, from_rows
+from halfstep._policy import Factor
+from halfstep.quant._scaled import (
+    Blocks,
+    Scaled,
+    read_blocks,
+    rotated,
+    write,
+    write_blocks,
+)
+
+Written = Scaled | Blocks | jax.Array
+"""A factor in few bits; an array if its leg is not quantized."""
+
+
+def written(
+    value: Any,
+    factor: Factor | None,
+    roles: Roles,
+    *,
+    scale: Any = None,
+    key: Any = None,
+    turn: Any = None,
+    compute: np.dtype,
+) -> Written:
+    """Write a factor for a leg.
+
+    Args:
+        value: The factor.
+        factor: How it is written; `None` for in the compute dtype.
+        roles: Its dimensions on that leg.
+        scale: That of the whole tensor, if it is given.
+        key: For stochastic rounding.
+        turn: The key with which both factors of the leg are rotated.
+        compute: The dtype of legs that are not quantized.
+    """
+    if factor is None:
+        return value.astype(compute)
+    if not factor.is_blocked:
+        return write(value, factor, summed=roles.summed, scale=scale, key=key)
+    rows = as_rows(value, roles)
+    if factor.rotate:
+        rows = rotated(rows, factor.size, key=turn)
+    return write_blocks(rows, factor, key=key)
+
+
+def read(
+    array: Written,
+    factor: Factor | None,
+    roles: Roles,
+    shape: Sequence[int],
+    compute: np.dtype,
+    *,
+    turn: Any = None,
+) -> Any:
+    """What is written, in the compute dtype and the factor's own shape.
+
+    In bfloat16 this is exact: elements have at most 4 bits, and scales are powers of two or have
+    4 bits too.
+
+    Args:
+        array: The factor.
+        factor: How it is written.
+        roles: Its dimensions on the leg that it is written for.
+        shape: Its shape.
+        compute: The dtype.
+        turn: A key with which it was rotated, to be turned back.
+    """
+    if isinstance(array, Scaled):
+        return (array.elements.astype(jnp.float32) * array.scale).astype(compute)
+    if not isinstance(array, Blocks) or factor is None:
+        return array
+    length = int(np.prod([shape[axis] for axis in roles.summed]))
+    rows = read_blocks(array, factor, length=length, dtype=compute)
+    if turn is not None and factor.rotate:
+        rows = rotated(rows, factor.size, key=turn, back=True)
+    return from_rows(rows, roles, shape)
+
+
+def same_on_both(first: Factor | None, second: Factor | None) -> bool:
+    """Whether what is written for one leg serves the other: dimensions do not matter to it."""
+    return first == second and first is not None and first.per == "tensor" and is_exact(first)
+
+
+def is_exact(factor: Factor) -> bool:
+    """Whether nothing about it is random."""
+    return factor.rounding == "nearest" and not factor.rotate
+
+
+def observed(value: Any, array: Written, factor: Factor | None, roles: Roles) -> Any:
+    """The largest magnitude, and which parts were saturated and flushed to zero: `[3]`."""
+    size = jnp.abs(value)
+    amax = jnp.max(size).astype(jnp.float32)
+    if factor is None:
+        return jnp.stack([amax, jnp.float32(0), jnp.float32(0)])
+    saturated = jnp.float32(0)
+    if isinstance(array, Scaled):
+        beyond = size.astype(jnp.float32) > factor.max * array.scale
+        saturated = jnp.mean(beyond, dtype=jnp.float32)
+        lost = (array.elements == 0) & (size != 0)
+    else:
+        read_as = read(array, factor, roles, value.shape, np.dtype(jnp.float32), turn=None)
+        lost = (read_as == 0) & (size != 0)
+        if factor.rotate:
+            lost = jnp.zeros((), bool)
+    return jnp.stack([amax, saturated, jnp.mean(lost, dtype=jnp.float32)])

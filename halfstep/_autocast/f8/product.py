@@ -1,0 +1,348 @@
+"""One product in few bits, with its derivative: three legs, each quantized as a recipe says."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from halfstep._autocast.f8.dimensions import (
+    Roles,
+    as_laid_out,
+    beside,
+    divided,
+    dot,
+    of_dot,
+    of_result,
+)
+from halfstep._autocast.f8.encode import Written, observed, read, same_on_both, written
+from halfstep._autocast.f8.marks import marked
+from halfstep._autocast.linear import gradient_by, linear, product_with
+from halfstep._policy import Factor, Recipe
+from halfstep.quant._scaled import Scaled
+
+
+class Slot(NamedTuple):
+    """What one product is given by the recipe's state.
+
+    Attributes:
+        scales: What the activation, the weight and the gradient are multiplied by, `[3]`; `None` if
+            they are scaled by what they are.
+        key: Bits of a random key; `None` if nothing is random.
+        probe: Zeros, `[3, 3]`. Their gradient is what was seen: of the activation, the weight and
+            the gradient the largest magnitude, and which parts were saturated and flushed to zero.
+    """
+
+    scales: Any
+    key: Any
+    probe: Any
+
+
+Slots = Mapping[int, Any]
+"""By the number of an operation: its slot, or those of what is inside of it."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Off:
+    """In place of a slot: this product is computed in the compute dtype."""
+
+
+OFF = Off()
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A product that is computed in few bits, and all that is known of it before it runs."""
+
+    contraction: Any
+    options: tuple[tuple[str, Any], ...]
+    """What the primitive is bound with."""
+    recipe: Recipe
+    weight: int
+    """Which of its factors is the weight."""
+    compute: np.dtype
+    out: np.dtype
+    """The dtype of the result."""
+    gradients: tuple[np.dtype, np.dtype]
+    """In which dtype the gradient of each factor is made."""
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    out_shape: tuple[int, ...]
+
+    def __call__(self, operands: Sequence[Any], slot: Slot | None) -> Any:
+        """Multiply.
+
+        Args:
+            operands: The two factors, and what else the contraction takes.
+            slot: What the recipe's state has for it.
+        """
+        if slot is None and self.recipe.is_random:
+            # Internal: `check_state` asks for it first.
+            raise ValueError(
+                f"the recipe {self.recipe.name!r} is random and needs a key: pass its state, "
+                "scaling=recipe.init(...)."
+            )
+        probe = None if slot is None else slot.probe
+        fixed = None if slot is None else (slot.scales, slot.key)
+
+        @jax.custom_jvp
+        def func(left: Any, right: Any, probe: Any, rest: Any, fixed: Any) -> Any:
+            return self.forward([left, right, *rest], _slot(fixed, probe))[0]
+
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            left, right, probe, rest, fixed = primals
+            slot = _slot(fixed, probe)
+            made, kept, seen = self.forward([left, right, *rest], slot)
+            moving = tuple(
+                place
+                for place in range(3)
+                if tangents[place] is not None and not isinstance(tangents[place], SymbolicZero)
+            )
+            if not moving:
+                return made, jnp.zeros_like(made)
+            # What one factor's gradient needs of the other.
+            needed = tuple(kept[place] if 1 - place in moving else None for place in (0, 1))
+            residuals = (needed, rest, slot, seen)
+            linears = [tangents[place] for place in moving]
+            return made, linear(_Derivative(self, moving), residuals, linears)
+
+        func.defjvp(rule, symbolic_zeros=True)
+        return func(operands[0], operands[1], probe, tuple(operands[2:]), fixed)
+
+    @property
+    def _is_dot(self) -> bool:
+        return self.contraction is jax.lax.dot_general_p
+
+    @functools.cached_property
+    def roles(self) -> tuple[Roles, Roles]:
+        """Of both factors, forward."""
+        if self._is_dot:
+            dims = dict(self.options)["dimension_numbers"]
+            return of_dot(dims, [len(shape) for shape in self.shapes])
+        # A ragged dot: rows of the first factor with one of several matrices each. Those of a
+        # convolution, which has one scale for each tensor, play no part.
+        return Roles((), (1,), (0,)), Roles((0,), (1,), (2,))
+
+    # Forward.
+
+    def forward(
+        self, operands: Sequence[Any], slot: Slot | None
+    ) -> tuple[Any, tuple[Any, Any], Any]:
+        """The result, what the other legs take of both factors, and what was seen."""
+        stored: list[Any] = []
+        kept: list[Any] = []
+        seen: list[Any] = []
+        for place in (0, 1):
+            value, roles = operands[place], self.roles[place]
+            which = int(place == self.weight)
+            factor, later = self.recipe.forward[which], self.later(place)
+            make = functools.partial(
+                written, value, scale=_scale(slot, which), compute=self.compute
+            )
+            first = make(factor, roles, key=_key(slot, which), turn=_key(slot, 8))
+            stored.append(first)
+            if same_on_both(factor, later):
+                kept.append(first)
+            else:
+                kept.append(
+                    make(
+                        later,
+                        roles.turned(),
+                        key=_key(slot, 2 + which),
+                        turn=_key(slot, 6 + which),
+                    )
+                )
+            if slot is not None:
+                seen.append(observed(value, first, factor, roles))
+        made = self._product(stored, operands[2:])
+        if slot is not None:
+            # By what they are: the activation first.
+            seen = [seen[1 - self.weight], seen[self.weight]]
+        return made, (kept[0], kept[1]), seen
+
+    def later(self, place: int) -> Factor | None:
+        """How a factor is written for the leg that makes the other one's gradient."""
+        leg = self.recipe.input_gradient if place == self.weight else self.recipe.weight_gradient
+        if leg is None:
+            return None
+        return leg[1] if place == self.weight else leg[0]
+
+    def _product(self, factors: Sequence[Any], rest: Sequence[Any]) -> Any:
+        forward = self.recipe.forward
+        direct = self._is_direct(factors)
+        given = [
+            self._entering(
+                factors[place],
+                forward[int(place == self.weight)],
+                self.roles[place],
+                self.shapes[place],
+                direct=direct,
+            )
+            for place in (0, 1)
+        ]
+        options = {**dict(self.options), "preferred_element_type": _accumulator(self.out)}
+        with marked(direct=direct):
+            made = self.contraction.bind(*given, *rest, **options)
+        return (self._scaled(made, factors, self.roles) if direct else made).astype(self.out)
+
+    def _entering(
+        self, array: Any, factor: Factor | None, roles: Roles, shape: Sequence[int], *, direct: bool
+    ) -> Any:
+        """A factor as it enters a product: its elements, or what they stand for."""
+        return array.elements if direct else read(array, factor, roles, shape, self.compute)
+
+    def _is_direct(self, factors: Sequence[Any]) -> bool:
+        """Whether the elements can be multiplied, and the result be scaled."""
+        if not all(isinstance(factor, Scaled) for factor in factors):
+            return False
+        return self._is_dot or all(factor.scale.size == 1 for factor in factors)
+
+    def _scaled(self, made: Any, factors: Sequence[Any], roles: Sequence[Roles]) -> Any:
+        """A product of elements times the scales of both factors."""
+        scales = [factor.scale for factor in factors]
+        if all(scale.size == 1 for scale in scales):
+            scale = scales[0].reshape(()) * scales[1].reshape(())
+            return made * scale.astype(made.dtype)
+        of_left = beside(scales[0], roles[0], 0, len(roles[1].own))
+        of_right = beside(scales[1], roles[1], len(roles[0].own), 0)
+        return made * of_left.astype(made.dtype) * of_right.astype(made.dtype)
+
+    # Backward.
+
+    def gradient(
+        self,
+        place: int,
+        other: Written,
+        cotangent: Any,
+        rest: Sequence[Any],
+        slot: Slot | None,
+        like: jax.ShapeDtypeStruct,
+    ) -> tuple[Any, Any]:
+        """The gradient of one factor, and what was seen of the cotangent.
+
+        Args:
+            place: Which factor.
+            other: The other one, as it was written for this leg.
+            cotangent: Of the result.
+            rest: What else the contraction takes.
+            slot: What the recipe's state has for it.
+            like: The factor's shape, dtype and sharding.
+        """
+        is_weight = place == self.weight
+        leg = self.recipe.weight_gradient if is_weight else self.recipe.input_gradient
+        factor = None if leg is None else leg[1 if is_weight else 0]
+        roles = self._cotangent_roles(1 - place)
+        arrived = written(
+            cotangent,
+            factor,
+            roles,
+            scale=_scale(slot, 2),
+            key=_key(slot, 4 + is_weight),
+            turn=_key(slot, 6 if is_weight else 7),
+            compute=self.compute,
+        )
+        seen = None if slot is None else observed(cotangent, arrived, factor, roles)
+        dtype = _accumulator(self.gradients[place])
+        turned = self.roles[1 - place].turned()
+        direct = self._is_direct([arrived, other])
+        given = self._entering(arrived, factor, roles, self.out_shape, direct=direct)
+        against = self._entering(
+            other, self.later(1 - place), turned, self.shapes[1 - place], direct=direct
+        )
+        own = self.roles[place]
+        axes = (*own.shared, *own.own, *own.summed)
+        # A transposition that becomes part of the product gives it its name.
+        with marked(direct=direct, quantized=factor is not None):
+            if self._is_dot:
+                made = dot(given, against, roles, turned, dtype, divided(like, axes))
+            else:
+                options, wanted = dict(self.options), like.update(dtype=dtype)
+                made = gradient_by(self.contraction, options, place, given, against, rest, wanted)
+            if direct:
+                made = self._scaled(made, [arrived, other], [roles, turned])
+            if self._is_dot:
+                # Its own dimensions came with the cotangent, those that were summed with the other
+                # factor, in the order in which they are paired.
+                made = as_laid_out(made, axes)
+        return made.astype(self.gradients[place]), seen
+
+    def _cotangent_roles(self, summed: int) -> Roles:
+        """Of the cotangent, on the leg that sums over what is one factor's own."""
+        if self._is_dot:
+            return of_result(*self.roles, summed)
+        return Roles((), (0,), (1,)) if summed == 0 else Roles((), (1,), (0,))
+
+
+def _accumulator(dtype: np.dtype) -> np.dtype:
+    # A product of elements is scaled down only when it is there: float16 could not hold it.
+    return np.dtype(np.float32) if dtype == np.dtype(np.float16) else dtype
+
+
+def _scale(slot: Slot | None, which: int) -> Any:
+    return None if slot is None or slot.scales is None else slot.scales[which]
+
+
+def _key(slot: Slot | None, which: int) -> Any:
+    if slot is None or slot.key is None:
+        return None
+    return jax.random.fold_in(jax.random.wrap_key_data(slot.key), which)
+
+
+# The derivative.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """The derivative of a site, as a linear function of what moves."""
+
+    site: Site
+    moving: tuple[int, ...]
+    """Of the factors, and 2 for the probe."""
+
+    def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
+        """The tangent of the result, in the compute dtype, by factors as they were written."""
+        (kept, rest, slot, _), site = residuals, self.site
+        options = {**dict(site.options), "preferred_element_type": site.out}
+        terms = []
+        for place, tangent in zip(self.moving, linears, strict=True):
+            if place == 2:
+                continue
+            roles = site.roles[1 - place].turned()
+            turn = _key(slot, 6 + (1 - place == site.weight))
+            against = read(
+                kept[1 - place],
+                site.later(1 - place),
+                roles,
+                site.shapes[1 - place],
+                site.compute,
+                turn=turn,
+            )
+            given = tangent.astype(site.compute)
+            terms.append(product_with(site.contraction, options, place, given, against, rest))
+        return functools.reduce(jnp.add, terms) if terms else jnp.zeros(site.out_shape, site.out)
+
+    def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of what moves."""
+        (kept, rest, slot, seen), site = residuals, self.site
+        made: dict[int, Any] = {}
+        of_gradient: Any = None
+        for place, like in zip(self.moving, likes, strict=True):
+            if place != 2:
+                made[place], found = site.gradient(
+                    place, kept[1 - place], cotangent, rest, slot, like
+                )
+                of_gradient = found if of_gradient is None else jnp.maximum(of_gradient, found)
+        if 2 in self.moving:
+            nothing = jnp.zeros((3,), jnp.float32)
+            made[2] = jnp.stack([*seen, nothing if of_gradient is None else of_gradient])
+        return [
+            made[place].astype(like.dtype) for place, like in zip(self.moving, likes, strict=True)
+        ]
+
+
+def _slot(fixed: Any, probe: Any) -> Slot | None:
+    return None if fixed is None else Slot(fixed[0], fixed[1], probe)

@@ -1,0 +1,259 @@
+"""Run a planned function."""
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._autocast import calls as _calls, derivatives as _derivatives, loops as _loops
+from halfstep._autocast.contract import contract
+from halfstep._autocast.decide import bind_by
+from halfstep._autocast.difference import difference
+from halfstep._autocast.f8.product import OFF, Slots
+from halfstep._autocast.islands import Island, schedule
+from halfstep._autocast.kinds import Kind
+from halfstep._autocast.recompute import Place, recomputed
+from halfstep._autocast.repeats import island_signature, signature
+from halfstep._autocast.table import CONTRACTIONS, PASSING, Rule
+from halfstep._autocast.types import FLOAT32, Call, Plan, held_dtype
+from halfstep._base import Rounding, cast, representable, settled, widened
+from halfstep._program import Constant, Node, Operand, bind_again
+
+_RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
+# Arithmetic of two operands, of which one may have dimensions of size 1.
+_SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def run(
+    plan: Plan,
+    values: Sequence[Any],
+    out_kinds: Sequence[Kind],
+    *,
+    place: Place = Place.WHOLE,
+    slots: Slots | None = None,
+) -> list[Any]:
+    """Run a plan on values that are held as its inputs' kinds say.
+
+    Args:
+        plan: What is run.
+        values: Of its inputs.
+        out_kinds: As which kinds its outputs are wanted.
+        place: Whether it is all of a function, or the inside of a call or a loop.
+        slots: What a recipe's state has for its products, by the number of the operation.
+    """
+    env = Environment(plan, place, slots=slots)
+    for number, value in zip(plan.graph.inputs, values, strict=True):
+        env.write(number, value)
+    for number, value in plan.graph.constants:
+        env.write(number, value)
+    for unit in schedule(plan, out_kinds):
+        if isinstance(unit, Island):
+            _run_island(env, unit)
+        else:
+            _run_node(env, unit)
+    return [
+        env.read_where_made(operand, held(plan, operand, kind))
+        for operand, kind in zip(plan.graph.outputs, out_kinds, strict=True)
+    ]
+
+
+def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
+    """The dtype in which a value of a plan is held, if it is of a kind."""
+    return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
+
+
+class Environment:
+    """Values by number, each in one or both of the two dtypes."""
+
+    def __init__(
+        self, plan: Plan, place: Place, *, stored: bool = False, slots: Slots | None = None
+    ):
+        self.plan = plan
+        self.place = place
+        self.stored = stored
+        self.slots = slots
+        self.values: dict[int, Any] = {}
+        self.others: dict[tuple[int, np.dtype], Any] = {}
+        self.shared: dict[Hashable, Callable[..., Any]] = {}
+
+    def write(self, number: int, value: Any) -> None:
+        self.values[number] = value
+
+    def read(self, operand: Operand, dtype: np.dtype | None) -> Any:
+        if isinstance(operand, Constant):
+            value = operand.value
+            if dtype is None:
+                return value
+            # A rule of the user's may want `1e6` in float16: that is infinity, and no warning.
+            with np.errstate(over="ignore"):
+                return np.asarray(value, dtype)
+        value = self.values[operand]
+        if dtype is None or value.dtype == dtype:
+            return value
+        key = (operand, dtype)
+        if key not in self.others:
+            rounding = self.plan.roundings[operand]
+            is_wider = dtype == FLOAT32 and value.dtype == self.plan.settings.compute
+            self.others[key] = widened(value, rounding) if is_wider else cast(value, dtype)
+        return self.others[key]
+
+    def read_settled(self, operand: Operand, dtype: np.dtype | None, *, by_product: bool) -> Any:
+        """The same for a reader in the compute dtype, which rounds what it makes of it.
+
+        A product's factor is rounded when it is read, except on CPUs, which widen it.
+        """
+        value = self.read(operand, dtype)
+        if isinstance(operand, Constant) or dtype == FLOAT32:
+            return value
+        if not self.plan.kinds[operand].is_low:
+            # A parameter, or wide, and cast: CPUs have done the rest.
+            return value if by_product else settled(value)
+        rounding = self.plan.roundings[operand]
+        return settled(value, min(rounding, Rounding.LOOSE_ON_CPU) if by_product else rounding)
+
+    def read_where_made(self, operand: Operand, dtype: np.dtype | None) -> Any:
+        """The same; a cast has the line and the scopes of what has made the value."""
+        maker = self.plan.maker(operand)
+        if maker is None:
+            return self.read(operand, dtype)
+        with self.plan.graph.nodes[maker].in_scope():
+            return self.read(operand, dtype)
+
+
+def _run_node(env: Environment, index: int) -> None:
+    node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
+    with node.in_scope():
+        operands = [operand_of(env, operand, index) for operand in node.ins]
+        results = bind(env, index, operands)
+    for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
+        dtype = held(env.plan, number, kind)
+        if dtype is not None and result.dtype != dtype:
+            result = cast(result, dtype)
+        env.write(number, result)
+
+
+def operand_of(env: Environment, operand: Operand, index: int) -> Any:
+    """An operand in the dtype that the operation takes."""
+    plan, decision = env.plan, env.plan.decisions[index]
+    kind = plan.seen(operand, plan.levels[index])
+    dtype = held(plan, operand, kind)
+    if decision.inner is not None or decision.function is not None or dtype is None:
+        return env.read(operand, dtype)
+    is_param = kind.yields and decision.rule is Rule.COMPUTE
+    if is_param and (_has_own_gradients(plan, index) or decision.site is not None):
+        # A parameter, whose gradient is to be wider than the product's operands are; or which is
+        # rounded once, to few bits.
+        return env.read(operand, FLOAT32)
+    node = plan.graph.nodes[index]
+    if node.name == "convert_element_type":
+        # To another dtype of the user's: from whichever it is held in.
+        return env.read_settled(operand, None, by_product=False)
+    if kind.is_low and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
+        # Where a value has passed a barrier, all see what was stored of it.
+        return widened(env.read(operand, dtype), plan.roundings[operand])
+    if node.name in _SPREADS and _is_spread(plan, operand, kind, index):
+        # Spread in float32 and cast then: its gradient is added up in float32. Rounded before that,
+        # where it is small: XLA would else keep what is rounded for every element.
+        shape = plan.graph.avals[node.outs[0]].shape
+        value = representable(env.read(operand, FLOAT32), decision.dtype)
+        return jax.lax.convert_element_type(jnp.broadcast_to(value, shape), decision.dtype)
+    if node.name in PASSING or _asks_for_a_sign(node):
+        return env.read(operand, decision.dtype)
+    is_product = node.name in CONTRACTIONS and decision.site is None
+    by_product = is_product and plan.settings.residuals is None
+    return env.read_settled(operand, decision.dtype, by_product=by_product)
+
+
+def _asks_for_a_sign(node: Node) -> bool:
+    """Whether an operation compares with zero, as the gradient of `relu` does.
+
+    No rounding changes a sign, and XLA would keep what is rounded beside what is not.
+    """
+    zeros = (isinstance(other, Constant) and not np.any(other.value) for other in node.ins)
+    return node.name in _COMPARISONS and any(zeros)
+
+
+def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
+    """Whether arithmetic in the compute dtype spreads a parameter, such as a bias, over it."""
+    decision = plan.decisions[index]
+    if not kind.yields or decision.rule is not Rule.WIDEST or decision.dtype == FLOAT32:
+        return False
+    own, shape = (
+        plan.graph.aval(operand).shape,
+        plan.graph.avals[plan.graph.nodes[index].outs[0]].shape,
+    )
+    return not isinstance(operand, Constant) and own != shape
+
+
+def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]:
+    """Run one operation."""
+    plan = env.plan
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
+    slots = None if env.slots is None else env.slots.get(index)
+    if decision.site is not None and slots is not OFF:
+        return [decision.site(operands, slots)]
+    if decision.inner is not None:
+        inside = functools.partial(run, place=env.place.within(node.name))
+        if node.name in _calls.RECOMPUTED:
+            func = _calls.recomputed(node, decision, inside)
+            return env.shared.setdefault(signature(plan, index), func)(slots, *operands)
+        call = Call(node, decision, operands, plan.settings, inside, slots)
+        return _RUNNERS[node.name](call)
+    if decision.function is not None:
+        return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
+    params = dict(node.params)
+    if node.name == "sub" and decision.rule is Rule.FLOAT32 and env.stored:
+        left, right = operands
+        return [difference(left, right, compute=plan.settings.compute)]
+    if decision.rule is Rule.COMPUTE and node.name in CONTRACTIONS:
+        wide = [operand.dtype == FLOAT32 for operand in operands[:2]]
+        out = FLOAT32 if Kind.WIDE in decision.outs else decision.dtype
+        reduce = plan.settings.reduce or decision.dtype
+        gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
+        types: Any = {"compute": decision.dtype, "out": out, "gradients": gradients}
+        kept = plan.settings.residuals
+        if any(wide) or out == FLOAT32 or kept is not None:
+            return [contract(node.primitive, params, operands, **types, kept=kept)]
+    if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
+        params["preferred_element_type"] = decision.dtype
+    if decision.rule is Rule.FOLLOW and node.name in CONTRACTIONS:
+        # The product only picks. In the default precision accelerators round float32 factors.
+        params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return bind_again(node.primitive, params, operands)
+
+
+def _has_own_gradients(plan: Plan, index: int) -> bool:
+    """Whether a contraction makes the gradients of parameters in a dtype of their own."""
+    reduce = plan.settings.reduce
+    wider = reduce is not None and reduce != plan.settings.compute
+    return wider and plan.graph.nodes[index].name in CONTRACTIONS
+
+
+def _run_island(env: Environment, island: Island) -> None:
+    plan = env.plan
+    last = env.place is Place.WHOLE and island.is_last
+
+    def inside(*values: Any) -> tuple[Any, ...]:
+        inner = Environment(plan, env.place, stored=not last)
+        for number, value in zip(island.inputs, values, strict=True):
+            inner.write(number, value)
+        for index in island.nodes:
+            _run_node(inner, index)
+        return tuple(inner.read_where_made(number, dtype) for number, dtype in island.outputs)
+
+    with plan.graph.nodes[island.nodes[0]].in_scope():
+        inputs = [env.read(number, dtype) for number, dtype in island.reads]
+    barred = env.place is not Place.LOOP and not last
+    func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
+    results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)
+    for (number, dtype), result in zip(island.outputs, results, strict=True):
+        if number in env.values:
+            env.others[number, np.dtype(dtype)] = result
+        else:
+            env.write(number, result)

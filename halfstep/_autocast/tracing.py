@@ -1,0 +1,113 @@
+"""Trace a call as it is written, and plan it."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from halfstep._autocast.kinds import Kind, is_subject
+from halfstep._autocast.planning import plan
+from halfstep._autocast.types import FLOAT32, Plan, Settings
+from halfstep._base import ClosedJaxpr, FlatCall, MarkedLeaf
+from halfstep._program import graph_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A call: how it runs, and on what."""
+
+    plan: Plan
+    arrays: list[Any]
+    """The values of the plan's inputs."""
+    paths: tuple[str, ...]
+    """Where in the call each of them is, beginning with the parameter's name."""
+    rebuild: Callable[[Sequence[Any]], Any]
+    """Makes what the function returns out of the plan's outputs."""
+    program: ClosedJaxpr
+    """What was traced."""
+    results: tuple[Any, ...]
+    """What each result is without autocast."""
+
+
+def trace(
+    func: Callable[..., Any],
+    settings: Settings,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    params: Collection[int | str],
+    keep: Sequence[str],
+) -> Traced:
+    """Trace a function on the arrays of its arguments; what is no array is part of it.
+
+    Args:
+        func: Any function that can be traced.
+        settings: What is asked for.
+        args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
+        kwargs: The same, by name.
+        params: Which arguments hold parameters, by position or name.
+        keep: Path rules for arguments that stay in float32.
+    """
+    call = FlatCall(func, args, kwargs)
+    arguments, arrays = call.arguments, call.arrays
+    parameters = {
+        arguments.names.index(which) if isinstance(which, str) else which
+        for which in params
+        if (which in arguments.names if isinstance(which, str) else which < len(args))
+    }
+    of_leaves = zip(arguments.leaves, arguments.select(keep), arguments.owners, strict=True)
+    kinds = call.dynamic(
+        [_kind(leaf, kept, owner in parameters) for leaf, kept, owner in of_leaves]
+    )
+    # What a function is written for is float32: traced so, a parameter that is stored in the
+    # compute dtype neither changes what it is added to nor the dtype of a loop's carry.
+    stored = _stored(kinds, arrays, settings)
+    given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
+    program = jax.make_jaxpr(call)(*given)
+    graph = graph_of(program)
+    avals = [graph.avals[number] for number in graph.inputs]
+    kinds = [Kind.STORED if low else kind for kind, low in zip(kinds, stored, strict=True)]
+    of_dtype = [
+        kind if is_subject(aval, settings.compute) else Kind.OTHER
+        for kind, aval in zip(kinds, avals, strict=True)
+    ]
+    made = plan(graph, of_dtype, settings)
+    results = program.out_avals
+    if any(stored):
+        results = _results(call, arrays, default=results)
+    return Traced(made, arrays, call.paths, call.rebuild, program, tuple(results))
+
+
+def _results(
+    call: Callable[..., Any], arrays: Sequence[Any], *, default: Sequence[Any]
+) -> Sequence[Any]:
+    """What a function returns that is given parameters in the dtype in which they are stored.
+
+    Where it cannot be called so, because it adds them to float32 and JAX is told to promote
+    nothing, or because a loop's carry would change its dtype, there is nothing to go by: then what
+    it returns for float32.
+    """
+    try:
+        return jax.make_jaxpr(call)(*arrays).out_avals
+    except (TypeError, jax.dtypes.TypePromotionError):
+        return default
+
+
+def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:
+    if kept:
+        return Kind.KEPT
+    return Kind.PARAM if is_parameter and not leaf.is_state else Kind.WIDE
+
+
+def _stored(kinds: Sequence[Kind], arrays: Sequence[Any], settings: Settings) -> list[bool]:
+    """Which arrays are parameters that are stored in the compute dtype."""
+    pairs = [(kind is Kind.PARAM, array.dtype) for kind, array in zip(kinds, arrays, strict=True)]
+    if (False, settings.compute) in pairs and FLOAT32 not in [dtype for _, dtype in pairs]:
+        # All of 16 bits, data too: it is written for those.
+        return [False] * len(pairs)
+    return [pair == (True, settings.compute) for pair in pairs]
+
+
+def _as_float32(array: Any) -> Any:
+    return jax.eval_shape(lambda x: x.astype(FLOAT32), array)

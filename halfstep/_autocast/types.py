@@ -1,0 +1,203 @@
+"""What a plan is: a function, and how each of its operations runs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from halfstep._autocast.f8.product import Site
+from halfstep._autocast.kinds import Kind, constant_kind, is_subject
+from halfstep._autocast.table import CONTRACTIONS, PASSING, Rule
+from halfstep._base import Rounding
+from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe
+from halfstep._program import Constant, Graph, Node, Operand
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user has asked for."""
+
+    compute: np.dtype
+    islands: bool = True
+    rules: tuple[PrecisionRule, ...] = ()
+    accumulate: bool = False
+    """Whether all contractions hand on their results in float32."""
+    reduce: np.dtype | None = None
+    """The dtype in which gradients of parameters come out of contractions, if it is another."""
+    recipe: Recipe | None = None
+    """How products of weights are computed in few bits, if they are."""
+    residuals: Factor | None = None
+    """How what is kept for the backward pass is written, if not in the compute dtype."""
+    has_state: bool = True
+    """Whether a recipe's state reaches the products: not into a `shard_map` or a `while`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decision:
+    """How one operation runs."""
+
+    rule: Rule
+    dtype: np.dtype
+    """The dtype in which it takes those operands whose precision is ours to choose."""
+    outs: tuple[Kind, ...]
+    barrier: bool
+    """Whether it ends an island: it is dear to recompute, or must not be done twice."""
+    known: bool = True
+    inner: Any = None
+    """What is planned for the functions inside of it."""
+    by: str = ""
+    """The rule of the user's that has decided, if one has."""
+    function: PrecisionFunction | None = None
+    """That of a rule which makes the operands itself."""
+    site: Site | None = None
+    """A contraction in few bits."""
+    refusal: str = ""
+    """Why it is none, if the recipe is for others."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A function and how each of its operations runs."""
+
+    graph: Graph
+    settings: Settings
+    kinds: tuple[Kind, ...]
+    """Of each value, by its number."""
+    decisions: tuple[Decision, ...]
+    levels: tuple[int, ...]
+    """Of each operation: how many barriers lie before it at most."""
+    rounded: frozenset[int]
+    """Wide values that are held in the compute dtype once a barrier has been passed."""
+    too_large: frozenset[int] = frozenset()
+    """Wide values that would be, and stay float32: float16 may not hold them."""
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether anything in it must not be recomputed."""
+        return any(decision.barrier for decision in self.decisions)
+
+    @functools.cached_property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """Of each value, by its number: whether its readers have to see to its rounding."""
+        found = [Rounding.SETTLED] * len(self.graph.avals)
+        for number in self.graph.inputs:
+            if self.kinds[number] is Kind.LOW:
+                # A call is inlined by the compiler: what comes in may be arithmetic's result.
+                found[number] = Rounding.LOOSE
+        for node, decision in zip(self.graph.nodes, self.decisions, strict=True):
+            rounding = _rounding(node, decision, found)
+            for number, kind in zip(node.outs, decision.outs, strict=True):
+                if kind.is_low:
+                    found[number] = rounding
+        return tuple(found)
+
+    def maker(self, operand: Operand) -> int | None:
+        """The operation that makes a value, if one of the plan does."""
+        return self.graph.maker(operand)
+
+    def seen(self, operand: Operand, level: int) -> Kind:
+        """The kind of an operand for an operation of a level."""
+        return seen_kind(self, operand, level)
+
+    def out_kind(self, operand: Operand) -> Kind:
+        """The kind of a value for what comes after the function."""
+        return seen_kind(self, operand, -1)
+
+
+def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Rounding:
+    """How an operation leaves what it makes in the compute dtype."""
+    if decision.inner is not None or decision.site is not None:
+        return Rounding.LOOSE
+    if decision.dtype == FLOAT32:
+        # Cast where it has been made.
+        return Rounding.SETTLED
+    if node.name in CONTRACTIONS:
+        return Rounding.LOOSE_ON_CPU
+    if node.name in PASSING:
+        values = (operand for operand in node.ins if not isinstance(operand, Constant))
+        return max((found[value] for value in values), default=Rounding.SETTLED)
+    return Rounding.LOOSE
+
+
+def seen_kind(state: Any, operand: Operand, level: int) -> Kind:
+    """The kind of an operand for an operation of a level, in a plan or one that is being made."""
+    compute = state.settings.compute
+    if isinstance(operand, Constant):
+        if not is_subject(operand.aval, compute):
+            return Kind.OTHER
+        return constant_kind(operand.value, compute)
+    kind = state.kinds[operand]
+    made_by = state.graph.maker(operand)
+    crossed = made_by is not None and (level < 0 or state.levels[made_by] < level)
+    return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
+
+
+def held_dtype(aval: Any, kind: Kind, compute: np.dtype) -> np.dtype | None:
+    """The dtype in which a value of a kind is held; `None` for what is not ours."""
+    if not is_subject(aval, compute):
+        return None
+    return compute if kind.is_low else FLOAT32
+
+
+Planner = Callable[..., Plan]
+"""Plans the functions inside of an operation."""
+Runner = Callable[..., list[Any]]
+"""Runs them."""
+
+
+class Call(NamedTuple):
+    """An operation that holds functions, as it is run."""
+
+    node: Node
+    decision: Decision
+    operands: Sequence[Any]
+    settings: Settings
+    run: Runner
+    slots: Any
+    """What a recipe's state has for the products inside."""
+
+
+def nested(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decision:
+    """The decision about an operation that holds functions: they have decided."""
+    return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
+
+
+def out_kinds(plan: Plan) -> list[Kind]:
+    """What a function returns."""
+    return [plan.out_kind(operand) for operand in plan.graph.outputs]
+
+
+def decided(plan: Plan) -> Iterator[tuple[Plan, int]]:
+    """All operations of a plan and of the plans inside of it, each with the plan that it is of."""
+    for index, decision in enumerate(plan.decisions):
+        yield plan, index
+        for inner in inner_plans(decision.inner):
+            yield from decided(inner)
+
+
+def inner_plans(inner: Any) -> Iterator[Plan]:
+    """The plans that a decision holds."""
+    if isinstance(inner, Plan):
+        yield inner
+    elif isinstance(inner, tuple):
+        for item in inner:
+            yield from inner_plans(item)
+
+
+def without_islands(settings: Settings) -> Settings:
+    """For the inside of what is computed again anyway."""
+    return dataclasses.replace(settings, islands=False)
+
+
+def with_own_rules(settings: Settings) -> Settings:
+    """For functions with their own derivatives or mapping, which gradients leave by rules only."""
+    return without_state(without_islands(settings))
+
+
+def without_state(settings: Settings) -> Settings:
+    """For the inside of what a recipe's state does not reach."""
+    return dataclasses.replace(settings, has_state=False)

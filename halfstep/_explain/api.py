@@ -1,0 +1,261 @@
+"""`explain`: what runs in which precision, and why."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfstep._autocast import Rule, Settings, autocast, settings_of, trace
+from halfstep._base import FlatCall, listed, size
+from halfstep._explain.as_written import low_reductions, model_copies, stored_float32
+from halfstep._explain.casts import casts, is_float
+from halfstep._explain.contractions import FLOAT16, ranges, unknown, unlowered
+from halfstep._explain.cotangents import scale_sensitive
+from halfstep._explain.entry import name_of
+from halfstep._explain.f8 import summarized
+from halfstep._explain.few_bits import lowered_with_state
+from halfstep._explain.finding import merged
+from halfstep._explain.flops import is_unseen
+from halfstep._explain.magnitudes import magnitudes
+from halfstep._explain.places import Place
+from halfstep._explain.promotion import promotions
+from halfstep._explain.report import ExplainReport
+from halfstep._explain.residuals import Residual, by_dtype, residuals
+from halfstep._explain.totals import ExplainTotals, contraction_flops, is_low, other_flops
+from halfstep._explain.walk import Step, walk
+from halfstep._policy import Policy, as_policy
+from halfstep._program import Finder
+
+_MEBIBYTE = 2**20
+
+
+def explain(
+    func: Callable[..., Any],
+    policy: Policy | str = "bf16",
+    *,
+    params: int | Sequence[int] = 0,
+    islands: bool = True,
+    values: bool = False,
+    min_bytes: int = _MEBIBYTE,
+) -> Callable[..., ExplainReport]:
+    """Say what `autocast` makes of a function: every operation, its dtypes, and why.
+
+    Nothing runs, unless `values=True` asks for it, so that arguments can be arrays or shapes
+    (`jax.ShapeDtypeStruct`).
+
+    Args:
+        func: Any function that can be traced: a loss, best of all.
+        policy: As for `autocast`. State of its recipe is not needed.
+        params: As for `autocast`. What is stored for the backward pass is that of the gradient by
+            these arguments.
+        islands: As for `autocast`.
+        values: Run the function once as it is written, and look how large the results of
+            contractions are. This is how a matrix product that leaves float16's range is found.
+        min_bytes: Findings are about values of at least this size. A scalar or the vector of a norm
+            in float32 costs nothing.
+
+    Returns:
+        A function of the same arguments that returns an `ExplainReport`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            hidden = jax.nn.gelu(x @ params["up"])
+            return jnp.mean(jax.nn.softmax(hidden @ params["down"]) ** 2)
+
+
+        shape = jax.ShapeDtypeStruct
+        params = {
+            "up": shape((512, 2048), jnp.float32),
+            "down": shape((2048, 512), jnp.float32),
+        }
+        report = halfstep.explain(loss, "bf16")(params, shape((4096, 512), jnp.float32))
+        report.check(low=1.0, max_findings=0)
+        assert report.totals.stored.keys() == {"bf16"}
+        ```
+    """
+    policy = as_policy(policy)
+    settings = settings_of(policy, islands=islands)
+    numbers = listed(params)
+
+    def explained(*args: Any, **kwargs: Any) -> ExplainReport:
+        finder = Finder()
+        traced = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
+        root = Place(traced.plan, paths=traced.paths)
+        steps = walk(root, finder)
+        call = FlatCall(func, args, kwargs)
+        notes = list(_notes(steps))
+        if values:
+            steps = _looked_into(root, steps, call, notes)
+        if policy.recipe is not None and policy.recipe.needs_state:
+            lowered = lowered_with_state(func, policy, traced.plan, numbers)
+        else:
+            lowered = autocast(func, policy, params=params, islands=islands)
+        own = [n for n in numbers if n < len(args)]
+        stored = _stored(FlatCall(lowered, args, kwargs), own, finder, notes)
+        written = _stored(call, own, finder, []) if stored is not None else None
+        entries = tuple(step.entry for step in steps)
+        added = casts(FlatCall(lowered, args, kwargs)) - _own_casts(steps)
+        parameter_bytes = sum(
+            value.size * value.dtype.itemsize
+            for value, owner in zip(call.arrays, call.owners, strict=True)
+            if owner in own and jnp.issubdtype(value.dtype, jnp.floating)
+        )
+        findings = [*low_reductions(steps, min_bytes)]
+        if settings.compute.itemsize < 4:
+            findings += promotions(steps, finder, min_bytes)
+            findings += unlowered(steps, min_bytes)
+            findings += model_copies(steps, parameter_bytes, min_bytes)
+            findings += unknown(steps, min_bytes)
+            findings += ranges(steps)
+            if settings.compute == FLOAT16 and stored is not None:
+                findings += scale_sensitive(call, own, finder)
+            # What a rule of the user's has made wide, or another finding speaks of, is known.
+            known = {finding.source for finding in findings}
+            known |= {entry.source for entry in entries if entry.by}
+            findings += stored_float32(stored or (), known, min_bytes)
+        return ExplainReport(
+            _name(func),
+            str(policy),
+            name_of(settings.compute),
+            entries,
+            _totals(entries, settings, added, stored, written),
+            merged(findings),
+            tuple(notes),
+            policy.recipe,
+        )
+
+    return explained
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, functools.partial):
+        return _name(func.func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _totals(
+    entries: tuple[Any, ...],
+    settings: Settings,
+    added: int,
+    stored: Sequence[Residual] | None,
+    written: Sequence[Residual] | None,
+) -> ExplainTotals:
+    counted = contraction_flops(entries)
+    total = sum(counted.values())
+    compute = name_of(settings.compute)
+    low = sum(
+        entry.flops * entry.count
+        for entry in entries
+        if entry.is_contraction and is_low(entry, compute)
+    )
+    low += sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)
+
+    def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
+        if found is None:
+            return None
+        return by_dtype([residual for residual in found if residual.of_argument == views])
+
+    return ExplainTotals(
+        counted,
+        low / total if total else 1.0,
+        other_flops(entries),
+        other_flops(entries, islands=True),
+        len({entry.island for entry in entries} - {None}),
+        added,
+        kept(stored, False),
+        kept(stored, True),
+        kept(written, False),
+        None if settings.recipe is None else summarized(entries, settings.recipe),
+    )
+
+
+def _stored(
+    call: FlatCall, params: Sequence[int], finder: Finder, notes: list[str]
+) -> list[Residual] | None:
+    try:
+        return residuals(call, params, finder)
+    except Exception as error:  # Any error of the user's derivative rules ends up here.
+        first = f"{type(error).__name__}: {error}".partition("\n")[0]
+        notes.append(f"what is stored for the backward pass is not known: {first}")
+        return None
+
+
+def _looked_into(root: Place, steps: list[Step], call: FlatCall, notes: list[str]) -> list[Step]:
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in call.arrays):
+        raise TypeError(
+            "values=True runs the function once and needs arrays; got jax.ShapeDtypeStruct. Leave "
+            "values= out, or pass arrays."
+        )
+    found = magnitudes(root, call.arrays)
+    if found.skipped:
+        names = ", ".join(found.skipped)
+        notes.append(f"contractions inside of {names} were not looked into for their values")
+    return [
+        dataclasses.replace(
+            step,
+            entry=dataclasses.replace(
+                step.entry, largest=found.largest.get((*step.place.key, step.index))
+            ),
+        )
+        for step in steps
+    ]
+
+
+def _own_casts(steps: list[Step]) -> int:
+    """Conversions between floating-point dtypes that the user has written."""
+    total = 0
+    for step in steps:
+        if step.entry.name == "convert_element_type":
+            graph = step.place.plan.graph
+            before, after = graph.aval(step.node.ins[0]).dtype, graph.avals[step.node.outs[0]].dtype
+            if before != after and is_float(before) and is_float(after):
+                total += step.entry.count
+    return total
+
+
+def _stays_wide(step: Step) -> bool:
+    """Whether float16 would hold a result after the next contraction, were it known to fit."""
+    plan = step.place.plan
+    return any(
+        plan.levels[user] > plan.levels[step.index]
+        and plan.decisions[user].rule is not Rule.COMPUTE
+        for number in plan.too_large.intersection(step.node.outs)
+        for user in plan.graph.users[number]
+    )
+
+
+def _notes(steps: list[Step]) -> list[str]:
+    notes = []
+    labels = {label for step in steps for label in step.entry.within}
+    if "while" in labels:
+        notes.append("a while loop is counted as one turn")
+    if any(label.startswith("branch") for label in labels):
+        notes.append("all branches of a cond are counted")
+    if "shard_map" in labels:
+        notes.append("inside of shard_map the figures are those of one device")
+    unseen = [step.entry for step in steps if is_unseen(step.node.name, step.node.params)]
+    if unseen:
+        moved = sum((entry.bytes_in + entry.bytes_out) * entry.count for entry in unseen)
+        names = ", ".join(sorted({f"`{entry.name}`" for entry in unseen}))
+        notes.append(
+            f"what runs in {names} is not in the traced program and not counted; it reads and "
+            f"writes {size(moved)}"
+        )
+    wide = sum(_stays_wide(step) for step in steps)
+    if wide:
+        notes.append(
+            f"{wide} results of float32 operations that are read after the next contraction stay "
+            "float32: they may be larger than float16 holds"
+        )
+    by = sorted({step.entry.by for step in steps if step.entry.by and step.entry.is_contraction})
+    notes += [f"contractions decided by the rule {text}" for text in by]
+    return notes

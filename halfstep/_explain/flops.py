@@ -1,0 +1,176 @@
+"""What an operation computes, from the shapes of its operands.
+
+A multiply-add counts two FLOPs, also of complex numbers. A convolution counts all positions of its
+window, those on padding included. What is no contraction counts one FLOP an element.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from halfstep._autocast import CONTRACTIONS, TABLE, Rule
+from halfstep._explain.entry import name_of
+from halfstep._program import equations, functions_in, structure_of
+
+# Calls whose products are nowhere in the traced program.
+_UNSEEN = frozenset(
+    {
+        *("ffi_call", "tpu_custom_call", "mosaic_gpu_p", "cudnn_fusion", "rnn_fwd", "rnn_bwd"),
+        *("pure_callback", "io_callback", "buffer_callback", "call_exported", "noinline"),
+        *("scaled_dot", "scaled_matmul_wrapper", "dot_product_attention_fwd_wrapper"),
+        *("dot_product_attention_fp8_fwd_wrapper", "bcoo_spdot_general"),
+    }
+)
+# Products of tensor cores that a kernel asks for by name: their shapes are in what they return.
+_BY_NAME = frozenset(
+    {
+        *("wgmma", "tcgen05_mma", "mma", "matmul_acc_lhs", "matmul_push_rhs", "matmul_pop"),
+        *("matmul_lhs_fifo", "matmul_pop_fifo", "elementwise_inline_asm", "inline_mgpu"),
+    }
+)
+
+# Arithmetic by their rule, and yet nothing but choices and movement.
+_MOVEMENT = frozenset({"select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"})
+
+
+def flops(name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    """How many FLOPs one run of an operation takes; 0 for what only moves values.
+
+    Args:
+        name: The primitive's name.
+        params: What it is bound with.
+        ins: Its operands' types: what has a `shape`.
+        outs: Its results' types.
+    """
+    if name in CONTRACTIONS:
+        return _COUNTERS[name](params, ins, outs)
+    if TABLE.get(name) not in (Rule.FLOAT32, Rule.WIDEST) or name in _MOVEMENT:
+        return 0
+    return max(elements(aval) for aval in (*ins, *outs))
+
+
+def flops_in(functions: Iterable[Any]) -> dict[str, int]:
+    """FLOPs of all contractions in traced functions, by the dtypes of their factors."""
+    total: dict[str, int] = {}
+
+    def add(found: Mapping[str, int], times: int = 1) -> None:
+        for name, count in found.items():
+            total[name] = total.get(name, 0) + count * times
+
+    for function in functions:
+        for equation in function.jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            ins, outs = (
+                [var.aval for var in found] for found in (equation.invars, equation.outvars)
+            )
+            if name in CONTRACTIONS:
+                factors = dict.fromkeys(name_of(aval.dtype) for aval in ins[:2])
+                add({" x ".join(factors): flops(name, params, ins, outs)})
+            else:
+                add(inside_flops(name, params, ins, outs))
+    return total
+
+
+def inside_flops(
+    name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]
+) -> Mapping[str, int]:
+    """FLOPs of the products in what is no contraction itself, by the dtypes of their factors.
+
+    These are products of sparse matrices, and those in the functions that an operation runs as
+    they are written. A kernel's functions run on blocks, as often as its grid says.
+    """
+    if name in _SPARSE:
+        dtype = next(aval.dtype for aval in ins if not jnp.issubdtype(aval.dtype, np.integer))
+        return {name_of(dtype): _SPARSE[name](params, ins, outs)}
+    structure = structure_of(name, params)
+    if structure is None:
+        return flops_in(functions_in(name, params))
+    total: dict[str, int] = {}
+    for inner in structure.inner():
+        for dtype, count in flops_in((inner.function,)).items():
+            total[dtype] = total.get(dtype, 0) + count * inner.times
+    return total
+
+
+def is_unseen(name: str, params: Any) -> bool:
+    """Whether an operation multiplies matrices in a way that the traced program does not show."""
+    return name in _UNSEEN or any(
+        equation.primitive.name in (*_UNSEEN, *_BY_NAME)
+        for function in functions_in(name, params)
+        for equation in equations(function.jaxpr)
+    )
+
+
+def elements(aval: Any) -> int:
+    """How many elements a value has."""
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def _dot(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    (contracting, _), _ = params["dimension_numbers"]
+    return 2 * elements(outs[0]) * _sizes(ins[0], contracting)
+
+
+def _ragged_dot(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    """With full groups, which is the most it can be: each row meets one group's matrix."""
+    numbers = params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return 2 * elements(outs[0]) * ins[0].shape[-1]
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    count = 2 * elements(outs[0]) * _sizes(ins[0], contracting)
+    # If the groups split the contracted dimension, the result has one slice for each.
+    split = set(numbers.lhs_ragged_dimensions) <= set(contracting)
+    return count // outs[0].shape[0] if split else count
+
+
+def _convolution(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    out_features = ins[1].shape[params["dimension_numbers"].rhs_spec[0]]
+    return 2 * elements(outs[0]) * elements(ins[1]) // max(1, out_features)
+
+
+def _sparse_by_dense(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    """Each stored element meets the dense factor's elements at its own place."""
+    (_, contracted), (_, batch) = params["dimension_numbers"]
+    dense = ins[-1]
+    own = set(range(len(dense.shape))) - {*contracted, *batch}
+    return 2 * elements(ins[0]) * _sizes(dense, sorted(own))
+
+
+def _sampled(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    (contracting, _), _ = params["dimension_numbers"]
+    return 2 * elements(outs[0]) * _sizes(ins[0], contracting)
+
+
+def _sparse_by_vector(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    return 2 * elements(ins[0])
+
+
+def _sparse_by_matrix(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    return 2 * elements(ins[0]) * ins[-1].shape[1]
+
+
+def _sizes(aval: Any, dimensions: Sequence[int]) -> int:
+    return math.prod(aval.shape[dimension] for dimension in dimensions)
+
+
+_COUNTERS = MappingProxyType(
+    {
+        "dot_general": _dot,
+        "conv_general_dilated": _convolution,
+        "ragged_dot": _ragged_dot,
+        "ragged_dot_general": _ragged_dot,
+    }
+)
+_SPARSE = MappingProxyType(
+    {
+        "bcoo_dot_general": _sparse_by_dense,
+        "bcsr_dot_general": _sparse_by_dense,
+        "bcoo_dot_general_sampled": _sampled,
+        **dict.fromkeys(("coo_matvec", "csr_matvec"), _sparse_by_vector),
+        **dict.fromkeys(("coo_matmat", "csr_matmat"), _sparse_by_matrix),
+    }
+)

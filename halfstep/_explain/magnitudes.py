@@ -1,0 +1,117 @@
+"""How large the results of contractions are, from one run of the function as it is written."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfstep._autocast import CONTRACTIONS
+from halfstep._explain.places import Place, holds_functions, inside
+from halfstep._program import (
+    Cond,
+    Constant,
+    CustomJvp,
+    CustomVjp,
+    CustomVmap,
+    Jit,
+    Remat,
+    Scan,
+    bind_again,
+)
+
+Key = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Magnitudes:
+    """The largest magnitude of each contraction, and what has not been looked into."""
+
+    largest: dict[Key, float]
+    """By the place's key and the number of the operation."""
+    skipped: tuple[str, ...]
+
+
+def magnitudes(place: Place, arrays: Sequence[Any]) -> Magnitudes:
+    """Run a function once in the precision it is written in, and look at its contractions."""
+    run = _Run()
+    found = jax.jit(lambda *values: run.of(place, values)[1])(*arrays)
+    return Magnitudes(
+        {key: float(value) for key, value in found.items()}, tuple(dict.fromkeys(run.skipped))
+    )
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+
+    def of(self, place: Place, values: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+        """What a plan's function returns, and the magnitudes in it."""
+        graph = place.plan.graph
+        env: dict[int, Any] = dict(zip(graph.inputs, values, strict=True))
+        env.update(graph.constants)
+        largest: dict[Key, Any] = {}
+
+        def read(operand: Any) -> Any:
+            return operand.value if isinstance(operand, Constant) else env[operand]
+
+        for index, node in enumerate(graph.nodes):
+            operands = [read(operand) for operand in node.ins]
+            if holds_functions(place, index):
+                results, found = self.nested(place, index, operands)
+                largest.update(found)
+            else:
+                results = bind_again(node.primitive, node.params, operands)
+            if node.name in CONTRACTIONS:
+                magnitude = jnp.max(jnp.abs(results[0]), initial=0)
+                largest[*place.key, index] = magnitude.astype(jnp.float32)
+            env.update(zip(node.outs, results, strict=True))
+        return [read(operand) for operand in graph.outputs], largest
+
+    def nested(
+        self, place: Place, index: int, operands: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        node = place.plan.graph.nodes[index]
+        inner = list(inside(place, index))
+        match node.structure:
+            case Jit() | Remat() | CustomJvp() | CustomVjp() | CustomVmap():
+                return self.of(inner[0], operands)
+            case Scan() as loop:
+                return self.scanned(loop, inner[0], operands)
+            case Cond():
+                return self.branched(inner, operands)
+            case _:
+                self.skipped.append(node.name)
+                return bind_again(node.primitive, node.params, operands), {}
+
+    def scanned(
+        self, loop: Scan, inner: Place, operands: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        consts, init, xs = loop.split(operands)
+
+        def body(carry: Any, x: Any) -> Any:
+            results, found = self.of(inner, [*consts, *carry, *x])
+            return tuple(results[: loop.carries]), (tuple(results[loop.carries :]), found)
+
+        carry, (ys, found) = loop.bind(body, tuple(map(jnp.asarray, init)), tuple(xs))
+        return [*carry, *ys], {key: jnp.max(value, initial=0) for key, value in found.items()}
+
+    def branched(
+        self, inner: Sequence[Place], operands: Sequence[Any]
+    ) -> tuple[list[Any], dict[Key, Any]]:
+        which, *given = operands
+        keys = {
+            key
+            for branch in inner
+            for key in jax.eval_shape(lambda *values, b=branch: self.of(b, values)[1], *given)
+        }
+
+        def runner(branch: Place) -> Any:
+            def run(*values: Any) -> Any:
+                results, found = self.of(branch, values)
+                return results, {key: found.get(key, jnp.float32(0)) for key in keys}
+
+            return run
+
+        return jax.lax.switch(which, [runner(branch) for branch in inner], *given)

@@ -1,0 +1,121 @@
+"""Why an operation runs in the dtype that it runs in."""
+
+from types import MappingProxyType
+
+from halfstep._autocast import CONTRACTIONS, GROUPS, PICKS, TABLE, Decision, Kind, Rule
+from halfstep._explain.entry import name_of
+from halfstep._explain.few_bits import described as written_as
+from halfstep._explain.places import Place
+from halfstep._policy import KEEP_SCOPE
+from halfstep._program import Constant, Finder, Node, Operand
+
+# Operations that are in float32 only when their operands are such.
+_SPECIAL = MappingProxyType(
+    {"mul": "a square", "sub": "one value, such as a maximum, off many"},
+)
+_WHY = MappingProxyType({name: why for _, why, names in GROUPS for name in names})
+KEPT = "an operand is kept in float32 by the user"
+# What makes another view of a value.
+_VIEWS = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather"}
+    | {"mesh_cast", "name", "reshape", "reshard", "rev", "sharding_constraint", "slice", "squeeze"}
+    | {"split", "transpose"}
+)
+
+
+def reason(place: Place, index: int, finder: Finder) -> str:
+    """Why an operation runs as it does, in a few words."""
+    node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
+    by = decision.by or place.by
+    if by:
+        return "keep_precision" if KEEP_SCOPE in by else f"rule {by}"
+    if node.name in CONTRACTIONS and decision.rule is not Rule.COMPUTE:
+        return not_lowered(place, index)
+    if decision.site is not None:
+        return written_as(decision.site, name_of(place.plan.settings.compute))
+    if decision.refusal and place.plan.settings.recipe is not None:
+        return f"not {place.plan.settings.recipe.name}: {decision.refusal}"
+    if not decision.known:
+        return "not in the table of operations: runs as written"
+    if decision.rule in (Rule.WIDEST, Rule.FOLLOW):
+        return _followed(place, index, decision, finder)
+    if decision.rule is Rule.FLOAT32 and TABLE.get(node.name) is not Rule.FLOAT32:
+        return _SPECIAL.get(node.name, "a function applied to elements")
+    return _WHY[node.name]
+
+
+def not_lowered(place: Place, index: int) -> str:
+    """Why a contraction does not run in the compute dtype."""
+    node = place.plan.graph.nodes[index]
+    precision = node.params.get("precision")
+    dtypes = {place.plan.graph.aval(operand).dtype for operand in node.ins[:2]}
+    names = " and ".join(sorted(map(name_of, dtypes)))
+    if place.plan.decisions[index].rule is Rule.FOLLOW:
+        return PICKS
+    if names != "f32":
+        return f"its operands are written in {names}"
+    if Kind.KEPT in [place.kind(index, operand) for operand in node.ins[:2]]:
+        return KEPT
+    return f"precision={_precision(precision)} is asked for"
+
+
+def _precision(precision: object) -> str:
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    names = [getattr(part, "name", str(part)) for part in parts]
+    return names[0] if len(set(names)) == 1 else f"({', '.join(names)})"
+
+
+def _followed(place: Place, index: int, decision: Decision, finder: Finder) -> str:
+    node = place.plan.graph.nodes[index]
+    kinds = [place.kind(index, operand) for operand in node.ins]
+    for operand, kind in zip(node.ins, kinds, strict=True):
+        if kind in (Kind.WIDE, Kind.KEPT):
+            return f"as {described(place, operand, finder)}"
+    if Kind.LOW in kinds:
+        return f"its operands are {name_of(decision.dtype)}"
+    if any(kind.yields for kind in kinds):
+        return "of parameters and constants only"
+    return "its operands are not float32: runs as written"
+
+
+def described(place: Place, operand: Operand, finder: Finder) -> str:
+    """A value in a few words: what makes it, or which argument it is."""
+    if isinstance(operand, Constant):
+        return f"the constant {float(operand.value):g}"
+    made_by = place.producer(operand)
+    if made_by is not None:
+        node: Node = place.plan.graph.nodes[made_by]
+        return f"`{node.name}` of {finder.find(node.source.traceback).short}"
+    position = place.input_position(operand)
+    if position is None:
+        return "an array that the function closes over"
+    if place.outer is None:
+        return f"argument `{place.paths[position]}`"
+    given = place.given[position]
+    return "what the loop carries" if given is None else described(place.outer, given, finder)
+
+
+def parameter(place: Place, index: int) -> str:
+    """The parameter that a contraction multiplies; empty if there is none that is known."""
+    for operand in place.plan.graph.nodes[index].ins[:2]:
+        if place.kind(index, operand).is_weight:
+            found = _argument(place, operand)
+            if found:
+                return found
+    return ""
+
+
+def _argument(place: Place, operand: Operand | None) -> str:
+    """The argument that a value is a view of."""
+    if operand is None or isinstance(operand, Constant):
+        return ""
+    made_by = place.producer(operand)
+    if made_by is not None:
+        node = place.plan.graph.nodes[made_by]
+        return _argument(place, node.ins[0]) if node.name in _VIEWS and node.ins else ""
+    position = place.input_position(operand)
+    if position is None:
+        return ""
+    if place.outer is None:
+        return place.paths[position]
+    return _argument(place.outer, place.given[position])

@@ -1,0 +1,272 @@
+"""The answer to: why is this float32?"""
+
+import dataclasses
+import html as escaping
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep._base import Report, aligned, flops, html_table, number_of, percent, size
+from halfstep._explain.entry import ExplainEntry
+from halfstep._explain.errors import LintError
+from halfstep._explain.f8 import fix, is_eligible, why_not
+from halfstep._explain.finding import ExplainFinding
+from halfstep._explain.table import HEADINGS, ISLAND, left_out, rows, table
+from halfstep._explain.totals import ExplainTotals, is_low
+from halfstep._policy import Recipe
+
+# How many lines are named of contractions that are not in few bits.
+_LINES = 4
+# Wider or longer than the window: it scrolls, and the page does not.
+_SCROLL = "overflow:auto;max-height:32em"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExplainReport(Report):
+    """What runs in which precision, why, and what is wrong with it.
+
+    `print(report)` shows the totals, the findings and a table of the operations by source line; a
+    notebook shows the same as HTML.
+
+    Attributes:
+        name: Of the function.
+        policy: As text.
+        compute: The compute dtype's short name.
+        operations: Every operation, in the order in which they were traced.
+        totals: What they add up to.
+        findings: What can be changed, and what to type.
+        notes: What else is to be known.
+        recipe: The policy's recipe for products in 8 or 4 bits, if it has one.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        report = halfstep.explain(lambda w, x: jnp.sum(x @ w), "bf16")(jnp.eye(4), jnp.eye(4))
+        print(report)
+        assert report.compute == "bf16" and report.findings == ()
+        report.check(low=1.0)  # Raises if not all products are in 16 bits.
+        ```
+    """
+
+    name: str
+    policy: str
+    compute: str
+    operations: tuple[ExplainEntry, ...]
+    totals: ExplainTotals
+    findings: tuple[ExplainFinding, ...]
+    notes: tuple[str, ...]
+    recipe: Recipe | None = None
+
+    def __str__(self) -> str:
+        parts = [_summary(self), *map(str, self.findings), self.table()]
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return _html(self)
+
+    def table(self, *, full: bool = False) -> str:
+        """The operations as a table.
+
+        Args:
+            full: Every operation on a line of its own. Else those of the same line, primitive and
+                dtypes are on one, and what only moves values is left out.
+        """
+        return table(self.operations, full=full)
+
+    def at(self, place: str) -> tuple[ExplainEntry, ...]:
+        """The operations of a source line, `"model.py:41"`, or of a whole file, `"model.py"`."""
+        file, colon, line = place.rpartition(":")
+        if not colon:
+            file, line = place, ""
+        return tuple(
+            entry
+            for entry in self.operations
+            if os.path.normpath(f"/{entry.source.file}").endswith(os.path.normpath(f"/{file}"))
+            and line in ("", str(entry.source.line))
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "name": self.name,
+            "policy": self.policy,
+            "compute": self.compute,
+            "totals": self.totals.to_dict(),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "operations": [entry.to_dict() for entry in self.operations],
+            "notes": list(self.notes),
+        }
+
+    def check(
+        self,
+        *,
+        low: float | int = 0.99,
+        max_findings: int = 0,
+        f8: float | int | None = None,
+    ) -> None:
+        """Raise unless the function is as it should be; for tests and CI.
+
+        Args:
+            low: The share of the contractions' FLOPs that has to be at the compute dtype, or in
+                fewer bits.
+            max_findings: How many findings there may be.
+            f8: The share of the eligible contractions' FLOPs that has to be multiplied in 8 bits
+                (4 with a recipe of 4). Eligible are all that the policy's recipe is for, and that
+                nothing in the policy speaks against: see `ExplainF8`.
+
+        Raises:
+            LintError: With what misses: the contractions that are not lowered, or not in 8 bits,
+                and every finding, each with its line.
+        """
+        found = _misses(self, low=low, max_findings=max_findings, f8=f8)
+        if found:
+            # Says: required: <share> of the contractions' FLOPs in <dtype>; has <share>. Fix <line>
+            raise LintError(found)
+
+
+def _summary(report: ExplainReport) -> str:
+    """The totals, one a line."""
+    return aligned([list(pair) for pair in _figures(report)], [False, False])
+
+
+def _figures(report: ExplainReport) -> list[tuple[str, str]]:
+    """The totals with what they are called."""
+    totals = report.totals
+    total = sum(totals.contraction_flops.values())
+    shares = [
+        f"{name} {percent(count / total)}" for name, count in totals.contraction_flops.items()
+    ]
+    pairs = [
+        (report.name, f"policy {report.policy}, {number_of(len(report.operations), 'operation')}"),
+        ("contractions", f"{flops(total)}: {', '.join(shares)}" if total else "none"),
+        *_few_bits(report),
+        (
+            "float32 islands",
+            f"{totals.islands}, {flops(totals.again_flops)} computed again for the gradient",
+        ),
+        ("casts", f"{totals.casts} added"),
+    ]
+    if totals.stored is not None:
+        pairs.append(("stored for backward", _stored(totals.stored)))
+        pairs.append(("  casts of arguments", _stored(totals.stored_casts or {})))
+        pairs.append(("  as it is written", _stored(totals.stored_float32 or {})))
+    pairs += [("note", note) for note in report.notes]
+    pairs.append(("findings", str(len(report.findings)) if report.findings else "none"))
+    return pairs
+
+
+def _few_bits(report: ExplainReport) -> list[tuple[str, str]]:
+    """How many contractions are in few bits, and why not the others."""
+    f8 = report.totals.f8
+    if f8 is None:
+        return []
+    count = f"{f8.count} of {number_of(f8.total, 'contraction')} ({percent(f8.flops)} of the FLOPs)"
+    pairs = [(f"  in {f8.format}", f"{count}; {percent(f8.eligible)} of what {f8.recipe} is for")]
+    for other in f8.others:
+        mark = "missed" if other.eligible else "not for it"
+        named = [*other.sources[:_LINES], *(["..."] if len(other.sources) > _LINES else [])]
+        pairs.append((f"  {mark}", f"{other.count}: {other.reason}: {', '.join(named)}"))
+    return pairs
+
+
+def _stored(found: Mapping[str, int]) -> str:
+    """Bytes by dtype, and together."""
+    if not found:
+        return "nothing"
+    parts = [f"{name} {size(count)}" for name, count in found.items()]
+    return parts[0] if len(parts) == 1 else f"{size(sum(found.values()))}: {', '.join(parts)}"
+
+
+def _misses(
+    report: ExplainReport, *, low: float | int, max_findings: int, f8: float | int | None = None
+) -> str:
+    """What is not as it is required; empty if all is."""
+    lines: list[str] = []
+    if report.totals.low < low:
+        lines.append(
+            f"required: {percent(low)} of the contractions' FLOPs in {report.compute}; "
+            f"{report.name} has {percent(report.totals.low)}:"
+        )
+        others = [
+            entry
+            for entry in report.operations
+            if entry.is_contraction and not is_low(entry, report.compute)
+        ]
+        lines += [
+            f"  {source}: {' '.join(row[:2])}: {row[3]}" for source, row in rows(others, full=False)
+        ]
+    if f8 is not None:
+        lines += _f8_misses(report, f8)
+    if len(report.findings) > max_findings:
+        most = (
+            "no findings" if not max_findings else f"at most {number_of(max_findings, 'finding')}"
+        )
+        lines.append(f"required: {most}; {report.name} has {len(report.findings)}:")
+        lines += [str(finding) for finding in report.findings]
+    return "\n".join(lines)
+
+
+def _f8_misses(report: ExplainReport, share: float | int) -> list[str]:
+    """What is not in few bits, though the recipe is for it."""
+    found, recipe = report.totals.f8, report.recipe
+    if found is None or recipe is None:
+        return [
+            f"required: {percent(share)} of the eligible contractions' FLOPs in fp8; the policy "
+            f'{report.policy} has no recipe: write policy="f8", say.'
+        ]
+    if found.eligible >= share:
+        return []
+    lines = [
+        f"required: {percent(share)} of the eligible contractions' FLOPs in {found.format}; "
+        f"{report.name} has {percent(found.eligible)}:"
+    ]
+    missed = [
+        entry
+        for entry in report.operations
+        if entry.is_contraction and not entry.in_f8 and is_eligible(entry)
+    ]
+    for entry in dict.fromkeys(missed):
+        name = f" by {entry.parameter}" if entry.parameter else ""
+        scope = f" in {entry.scope}" if entry.scope else ""
+        shapes = " x ".join(map(str, entry.ins[:2]))
+        lines.append(f"  {entry.source}: {entry.name} {shapes}{name}{scope}: {why_not(entry)}")
+        lines.append(f"    Fix: {fix(entry, recipe)}")
+    return lines
+
+
+def _html(report: ExplainReport) -> str:
+    """The same as the text, with colors of its own for nothing but findings."""
+    totals = [[(name, False), (text, False)] for name, text in _figures(report)[1:]]
+    first = _figures(report)[0]
+    parts = [html_table([(first[0], False), (first[1], False)], totals, [True] * len(totals))]
+    if report.findings:
+        parts.append(f"<ol>{''.join(map(_finding, report.findings))}</ol>")
+    shown = rows(report.operations, full=False)
+    head = [("source", False), *HEADINGS]
+    cells = [
+        [(cell, number) for cell, (_, number) in zip((source, *row), head, strict=True)]
+        for source, row in shown
+    ]
+    parts.append(f'<div style="{_SCROLL}">{html_table(head, cells, [True] * len(cells))}</div>')
+    notes = [ISLAND]
+    moved = left_out(report.operations)
+    if moved:
+        notes.append(f"{moved:,} operations without arithmetic in floating point left out.")
+    parts.append("<p>" + "<br>".join(map(escaping.escape, notes)) + "</p>")
+    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
+
+
+def _marked(text: str) -> str:
+    """Text for a page, with code as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaping.escape(text))
+
+
+def _finding(finding: ExplainFinding) -> str:
+    line = escaping.escape(f"{finding.source}: {finding.kind}")
+    what = _marked(f"{finding.what} ({size(finding.bytes)})")
+    rest = "<br>".join(map(_marked, (finding.why, f"Fix: {finding.fix}")))
+    line = f'<b style="color:#d32f2f">{line}</b>'
+    return f'<li style="margin-bottom:0.6em">{line}: {what}<br>{rest}</li>'

@@ -1,0 +1,140 @@
+"""What a function stores for its backward pass."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from halfstep._base import NAME as SETTLE, FlatCall
+from halfstep._explain.entry import Typed, typed
+from halfstep._program import Finder, Inner, Jit, Remat, Scan, ShardMap, Source, structure_of
+
+# What makes another view or another dtype of a value, and nothing new.
+_VIEWS = frozenset(
+    {
+        *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice"),
+        *("copy", SETTLE),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """A value that is kept from the forward to the backward pass, and is no argument."""
+
+    type: Typed
+    name: str
+    """The operation that makes it."""
+    source: Source
+    scope: str
+    of_argument: bool
+    """Whether it is an argument in another dtype or shape, such as a weight that was cast."""
+    is_constant: bool
+    """Whether it is a number that is written out, in a shape."""
+
+
+def residuals(call: FlatCall, params: Sequence[int], finder: Finder) -> list[Residual]:
+    """What differentiating a function by its parameters stores, but for the arguments themselves.
+
+    Whatever is an argument, and is handed on as it is, costs nothing more.
+    """
+    moving = [
+        position
+        for position, (value, owner) in enumerate(zip(call.arrays, call.owners, strict=True))
+        if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
+    ]
+
+    def stored(*values: Any) -> Any:
+        def of_moving(*moved: Any) -> list[Any]:
+            changed = list(values)
+            for position, value in zip(moving, moved, strict=True):
+                changed[position] = value
+            return call(*changed)
+
+        return jax.vjp(of_moving, *(values[position] for position in moving))[1]
+
+    jaxpr = jax.make_jaxpr(stored)(*call.arrays).jaxpr
+    # The same value may be needed by several operations, and is stored once.
+    found = dict.fromkeys(var for var in jaxpr.outvars if not isinstance(var, core.Literal))
+    function = _Function(jaxpr)
+    # What no operation makes is an argument.
+    return [_residual(var, function, finder) for var in found if var in function.made]
+
+
+def _residual(var: Any, function: "_Function", finder: Finder) -> Residual:
+    equation = function.origin(var)
+    return Residual(
+        typed(var.aval),
+        equation.primitive.name,
+        finder.find(equation.source_info.traceback),
+        str(equation.source_info.name_stack),
+        isinstance(seen := function.viewed(var), int),
+        isinstance(seen, core.Literal),
+    )
+
+
+class _Function:
+    """A traced function, of whose values one can ask where they come from."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr = jaxpr
+        self.made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+    def origin(self, var: Any) -> Any:
+        """The operation that makes a value, inside of the calls and loops that hand it out."""
+        inner, wanted = self._inside(var)
+        if inner is None or isinstance(wanted, core.Literal) or wanted not in inner.made:
+            return self.made[var]
+        return inner.origin(wanted)
+
+    def viewed(self, var: Any) -> "int | core.Literal | None":
+        """The number of the argument that a value is, in whatever dtype and shape it is now.
+
+        Or the constant that it is; `None` if it is neither.
+        """
+        while not isinstance(var, core.Literal) and var in self.made:
+            equation = self.made[var]
+            inner, wanted = self._inside(var)
+            if inner is not None:
+                seen = inner.viewed(wanted)
+                if not isinstance(seen, int):
+                    return seen
+                call = _called(equation)
+                if call is None or call.operands is None or seen in call.carried:
+                    return None
+                var = equation.invars[call.operands[seen]]
+            elif equation.primitive.name in _VIEWS:
+                var = equation.invars[0]
+            else:
+                return None
+        if isinstance(var, core.Literal):
+            return var
+        return self.jaxpr.invars.index(var) if var in self.jaxpr.invars else None
+
+    def _inside(self, var: Any) -> "tuple[_Function | None, Any]":
+        """The function that hands a value out, and what it is in there."""
+        equation = self.made[var]
+        call = _called(equation)
+        if call is None:
+            return None, None
+        outs = call.function.jaxpr.outvars
+        if len(outs) != len(equation.outvars):
+            return None, None
+        return _Function(call.function.jaxpr), outs[equation.outvars.index(var)]
+
+
+def _called(equation: Any) -> Inner | None:
+    """The function of a call or loop that returns what the operation does, in the same order."""
+    found = structure_of(equation.primitive.name, equation.params)
+    return found.inner()[0] if isinstance(found, Jit | Remat | Scan | ShardMap) else None
+
+
+def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
+    """Bytes by dtype, the largest first."""
+    total: dict[str, int] = {}
+    for residual in found:
+        total[residual.type.dtype] = total.get(residual.type.dtype, 0) + residual.type.bytes
+    return dict(sorted(total.items(), key=lambda item: -item[1]))

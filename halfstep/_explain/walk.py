@@ -1,0 +1,118 @@
+"""All operations of a plan and of the plans inside of it."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from halfstep._autocast import CONTRACTIONS, FLOAT32, Island, Kind, Plan, Rule, held_dtype, schedule
+from halfstep._explain.entry import ExplainEntry, typed
+from halfstep._explain.few_bits import factor_dtypes, multiplies
+from halfstep._explain.flops import flops, inside_flops
+from halfstep._explain.places import Place, holds_functions, inside
+from halfstep._explain.reasons import parameter, reason
+from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One operation: in which plan, which of it, and what is known about it."""
+
+    place: Place
+    index: int
+    entry: ExplainEntry
+
+    @property
+    def node(self) -> Node:
+        """The operation as it was traced."""
+        return self.place.plan.graph.nodes[self.index]
+
+
+def walk(place: Place, finder: Finder) -> list[Step]:
+    """All operations, each with what is known about it; loops and calls stand as their inside."""
+    return list(_walk(place, finder, itertools.count(1), None))
+
+
+def _walk(
+    place: Place, finder: Finder, islands: Iterator[int], line: Source | None
+) -> Iterator[Step]:
+    numbers = _islands(place.plan, islands)
+    for index, node in enumerate(place.plan.graph.nodes):
+        source = line or finder.find(node.source.traceback)
+        if not holds_functions(place, index):
+            entry = _entry(place, index, source, numbers.get(index), finder)
+            yield Step(place, index, entry)
+            continue
+        # JAX's own functions with derivatives of their own (relu): where they are called.
+        of_jax = any(is_of_jax(inner.jaxpr) for inner in functions_in(node.name, node.params))
+        for inner in inside(place, index):
+            yield from _walk(inner, finder, islands, source if of_jax else line)
+
+
+def _islands(plan: Plan, numbers: Iterator[int]) -> dict[int, int]:
+    """The number of the island that an operation is in."""
+    found = {}
+    for unit in schedule(plan, [Kind.WIDE] * len(plan.graph.outputs)):
+        if isinstance(unit, Island):
+            number = next(numbers)
+            found.update(dict.fromkeys(unit.nodes, number))
+    return found
+
+
+def _entry(
+    place: Place, index: int, source: Source, island: int | None, finder: Finder
+) -> ExplainEntry:
+    plan = place.plan
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
+    ins = [plan.graph.aval(operand) for operand in node.ins]
+    outs = [plan.graph.avals[number] for number in node.outs]
+    contracts = node.name in CONTRACTIONS
+    in_f8 = decision.site is not None and multiplies(decision.site)
+    why = reason(place, index, finder)
+    return ExplainEntry(
+        name=node.name,
+        source=source,
+        scope=node.scope,
+        within=place.labels,
+        ins=tuple(typed(aval, taken(plan, index, position)) for position, aval in enumerate(ins)),
+        outs=tuple(
+            typed(aval, made(plan, index, kind, aval))
+            for aval, kind in zip(outs, decision.outs, strict=True)
+        ),
+        rule=decision.rule.value,
+        reason=why,
+        by=decision.by or place.by,
+        island=island,
+        count=place.times,
+        flops=flops(node.name, node.params, ins, outs),
+        is_contraction=contracts,
+        parameter=parameter(place, index) if contracts else "",
+        in_f8=in_f8,
+        refusal=why if decision.site is not None and not in_f8 else decision.refusal,
+        inside_flops=inside_flops(node.name, node.params, ins, outs),
+    )
+
+
+def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
+    """The dtype in which an operation takes an operand; `None` if it is as written."""
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
+    operand = node.ins[position]
+    if decision.site is not None and multiplies(decision.site) and position < 2:
+        return factor_dtypes(decision.site)[position]
+    held = held_dtype(
+        plan.graph.aval(operand), plan.seen(operand, plan.levels[index]), plan.settings.compute
+    )
+    if held is None or decision.function is not None or node.name == "convert_element_type":
+        return held
+    return decision.dtype
+
+
+def made(plan: Plan, index: int, kind: Kind, aval: object) -> np.dtype | None:
+    """The dtype in which an operation makes a result; `None` if it is as written."""
+    decision = plan.decisions[index]
+    held = held_dtype(aval, kind, plan.settings.compute)
+    if held is None or decision.rule is Rule.AS_TRACED or decision.function is not None:
+        return held
+    wide = kind in (Kind.WIDE, Kind.KEPT) and decision.rule is Rule.COMPUTE
+    return FLOAT32 if wide else decision.dtype

@@ -1,0 +1,227 @@
+"""Ask a real compiler, in a process of its own."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from halfstep._preflight.compile import cache as _cache
+from halfstep._preflight.compile.lowering import Program
+from halfstep._preflight.compile.requirements import compiler_versions
+from halfstep._preflight.errors import PreflightError, RefusedError
+from halfstep._preflight.target.targets import Target
+
+_WORKER = pathlib.Path(__file__).with_name("worker.py")
+# What the compilers print on every machine without an accelerator.
+_NOISE = re.compile(r"cudart_stub|absl::InitializeLog|could not determine TPU|InitGoogle")
+_NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+_LIBRARY = "--xla_gpu_enable_triton_gemm=false"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiler said about a program."""
+
+    memory: Mapping[str, int]
+    estimates: Mapping[str, float]
+    hlo: str
+    flags: tuple[str, ...]
+    gemm: str | None
+    versions: Mapping[str, str]
+    exceeded: str | None = None
+    """The compiler's own words, if it gave up because the device's memory is too small."""
+
+
+def compile_program(
+    program: Program,
+    target: Target,
+    *,
+    gemm: str = "triton",
+    flags: Sequence[str] = (),
+    timeout: float | None = None,
+    cache: bool = True,
+) -> Compiled:
+    """Compile a program for a target, or take the answer of an earlier compile."""
+    versions = compiler_versions(program.platform)
+    given = tuple(flag for flag in flags if flag.startswith(f"--xla_{_prefix(program.platform)}_"))
+    made = None
+    if program.platform == "cuda":
+        made = gemm
+        given = (_NO_AUTOTUNING, *((_LIBRARY,) if gemm == "library" else ()), *given)
+    answer, hlo = _ask(program, target, given, versions, timeout, cache)
+    failure = answer.get("error")
+    if failure is None:
+        return Compiled(answer["memory"], answer["estimates"], hlo, given, made, versions)
+    if exceeds_memory(failure):
+        return Compiled(
+            {}, {}, "", given, made, versions, exceeded=_first_lines(failure, 2).rstrip(".")
+        )
+    with_flags = f" with {' '.join(given)}" if given else ""
+    raise RefusedError(
+        f"the compiler for {target.name} refused the step{with_flags}. Change what "
+        "it names, or leave flags out. It says:\n"
+        f"{_first_lines(failure, 12)}"
+    )
+
+
+def exceeds_memory(message: str) -> bool:
+    """Whether a compiler gave up for want of memory on the device."""
+    return "RESOURCE_EXHAUSTED" in message and re.search(r"\bhbm\b", message, re.I) is not None
+
+
+def required_bytes(message: str) -> int | None:
+    """The memory that a compiler says a program would have needed, where it says so."""
+    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+    if found is None:
+        return None
+    return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse flags that no compiler would be given."""
+    for flag in flags:
+        if not flag.startswith(("--xla_gpu_", "--xla_tpu_")):
+            raise PreflightError(
+                "flags are XLA's, for one of its compilers: --xla_gpu_... or --xla_tpu_...; "
+                f"got {flag!r}."
+            )
+
+
+def _prefix(platform: str) -> str:
+    return "gpu" if platform == "cuda" else "tpu"
+
+
+def _ask(
+    program: Program,
+    target: Target,
+    flags: tuple[str, ...],
+    versions: Mapping[str, str],
+    timeout: float | None,
+    cache: bool,
+) -> tuple[dict[str, Any], str]:
+    request = {
+        "platform": program.platform,
+        "axes": program.axes,
+        "axis_types": program.axis_types,
+        "donated": program.donated,
+    }
+    if program.platform == "cuda":
+        request |= {
+            "target_config": target.gpu_target_config,
+            "topology": target.gpu_topology,
+        }
+    else:
+        request |= {"topology": target.tpu_topology, "chips_per_host": target.tpu_chips_per_host}
+    name = _cache.key(
+        {
+            "program": program.fingerprint,
+            "request": request,
+            "flags": flags,
+            "versions": dict(versions),
+        }
+    )
+    if cache and (kept := _cache.load(name)) is not None:
+        return kept
+    with tempfile.TemporaryDirectory(prefix="halfstep-preflight-") as place:
+        folder = pathlib.Path(place)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "program.bin").write_bytes(program.serialized)
+        code = _run(folder, _environment(program.platform, flags), timeout, target)
+        if not (folder / "answer.json").exists():
+            raise PreflightError(_died(code, folder, target))
+        answer = json.loads((folder / "answer.json").read_text())
+        if "error" in answer:
+            return answer, ""
+        if cache:
+            _cache.save(name, folder)
+        with gzip.open(folder / "program.hlo.gz", "rt") as file:
+            return answer, file.read()
+
+
+def _environment(platform: str, flags: tuple[str, ...]) -> dict[str, str]:
+    """An environment in which the compiler works and no device is looked for."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        # What was set for computing here must not change what is compiled for elsewhere.
+        if not name.startswith(("JAX_", "XLA_", "LIBTPU_", "TPU_"))
+    }
+    ours |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    if platform == "cuda":
+        return ours | {"XLA_FLAGS": " ".join(flags), "CUDA_VISIBLE_DEVICES": ""}
+    return ours | {
+        "LIBTPU_INIT_ARGS": " ".join(flags),
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_LOG_DIR": "disabled",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        # Any number of processes may compile at a time, beside one that uses a TPU.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+
+
+def _run(
+    folder: pathlib.Path, environment: dict[str, str], timeout: float | None, target: Target
+) -> int:
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-P", str(_WORKER), str(folder)]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        with _ended(process):
+            try:
+                return process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise PreflightError(
+                    f"compiling for {target.name} took longer than timeout={timeout:g} seconds. "
+                    "Raise it, or leave it out to wait as long as it takes."
+                ) from None
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Generator[None, None, None]:
+    """No way out of the block leaves the process, or one that it started, behind."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _died(code: int, folder: pathlib.Path, target: Target) -> str:
+    log = (folder / "log").read_text(errors="replace").strip().splitlines()
+    said = [line for line in log if not _NOISE.search(line)]
+    last = "\n".join(said[-8:]) or "(it printed nothing)"
+    if code == -signal.SIGKILL:
+        return (
+            f"the process that compiled for {target.name} was killed (SIGKILL). The usual cause is "
+            "that this machine, not the target, ran out of memory: put repeated layers into a "
+            f"jax.lax.scan, or use a machine with more. Its last words:\n{last}"
+        )
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return (
+        f"the process that compiled for {target.name} ended with {how} and no answer. "
+        f"Try cache=False, and other flags or none. Its last words:\n{last}"
+    )
+
+
+def _first_lines(text: str, count: int) -> str:
+    lines = text.strip().splitlines()
+    more = f"\n... ({len(lines) - count} lines more)" if len(lines) > count else ""
+    return "\n".join(line[:600] for line in lines[:count]) + more

@@ -1,0 +1,292 @@
+"""A step, lowered in the user's process for hardware that is not there.
+
+Closures, notebooks and modules that exist only in this process are no obstacle: what leaves it is
+StableHLO and the shapes of flat arguments, not Python.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import export
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from halfstep._base import argument_names, is_array, path_string
+from halfstep._preflight.errors import PreflightError
+from halfstep._preflight.target.mesh import find_mesh, spread
+from halfstep._program import equations
+from halfstep.kernels._target import depends_on_generation
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array that the step is given."""
+
+    path: tuple[Any, ...]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    """Bytes on one device."""
+    donated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a compiler needs to know about a step."""
+
+    serialized: bytes
+    fingerprint: str
+    """What is computed, without where in the source it is written."""
+    platform: str
+    leaves: tuple[Leaf, ...]
+    axes: tuple[tuple[str, int], ...]
+    """The axes of the mesh, outermost first; none for a step on one device."""
+    axis_types: tuple[str, ...]
+    """Whether each axis is `Auto`, `Explicit` or `Manual`."""
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of the arrays whose memory the step may reuse."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.donated)
+
+
+def lower(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    platform: str,
+    donate_argnums: Sequence[int] = (),
+    mesh: AbstractMesh | Mesh | None = None,
+    shardings: Any = None,
+    device_kind: str = "",
+) -> Program:
+    """Trace a step and lower it for a platform, without running or allocating anything.
+
+    Args:
+        step: The step.
+        args: Its arguments; arrays may be shapes.
+        platform: `"cuda"` or `"tpu"`.
+        donate_argnums: Arguments whose memory it may reuse.
+        mesh: The mesh that it runs on, if there is one.
+        shardings: How arguments are divided over it.
+        device_kind: The GPU's own name, for kernels that are lowered by it.
+    """
+    names = argument_names(step, len(args))
+    for number in donate_argnums:
+        if not 0 <= number < len(args):
+            raise PreflightError(
+                f"donate_argnums must be positions of arguments, 0 to {len(args) - 1}; "
+                f"got {number}."
+            )
+    pairs, treedef = jtu.tree_flatten_with_path(args)
+    specs = [None] * len(pairs) if shardings is None else spread(shardings, args)
+    labels = [path_string(path[1:], root=names[path[0].idx]) for path, _ in pairs]
+    dynamic = [i for i, (_, leaf) in enumerate(pairs) if _is_dynamic(leaf)]
+    given = [specs[i] if specs[i] is not None else _sharding(pairs[i][1]) for i in dynamic]
+    mesh = find_mesh(mesh, [(labels[i], s) for i, s in zip(dynamic, given, strict=True)])
+    structs = [
+        _struct(pairs[i][1], sharding, mesh, labels[i])
+        for i, sharding in zip(dynamic, given, strict=True)
+    ]
+
+    def flat(*arrays: Any) -> tuple[Any, ...]:
+        leaves = [leaf for _, leaf in pairs]
+        for i, array in zip(dynamic, arrays, strict=True):
+            leaves[i] = array
+        out = step(*jtu.tree_unflatten(treedef, leaves))
+        # A filtered step may return functions and settings beside its arrays.
+        return tuple(leaf for leaf in jax.tree.leaves(out) if eqx.is_array(leaf))
+
+    jitted = jax.jit(flat)
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    # Tracing first: a mistake in the step is shown as the user knows it, not as one of ours.
+    with _within(abstract):
+        traced = jitted.trace(*structs).jaxpr.jaxpr
+    refuse_callbacks(traced, platform)
+    if abstract is None:
+        abstract = _described(traced, platform, device_kind)
+    with _within(abstract):
+        exported = _export(jitted, structs, platform, step)
+    donated = {*donate_argnums, *_own_donation(step, args)}
+    leaves = tuple(
+        Leaf(
+            path=pairs[i][0],
+            name=labels[i],
+            shape=tuple(struct.shape),
+            dtype=str(struct.dtype),
+            bytes=_bytes(struct),
+            donated=pairs[i][0][0].idx in donated,
+        )
+        for i, struct in zip(dynamic, structs, strict=True)
+    )
+    axes = () if mesh is None else tuple(dict(mesh.shape).items())
+    types = () if mesh is None else tuple(found.name for found in mesh.axis_types)
+    return Program(
+        bytes(exported.serialize()), _fingerprint(exported), platform, leaves, axes, types
+    )
+
+
+def _within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+def _described(jaxpr: Any, platform: str, kind: str) -> AbstractMesh | None:
+    """A mesh of no axes that says which GPU a Pallas kernel of a step is for; else `None`.
+
+    Since JAX 0.11 Pallas-Triton asks for the GPU when it lowers, and looks for it here where the
+    machine has none.
+    """
+    is_kernel = (equation.primitive.name == "pallas_call" for equation in equations(jaxpr))
+    if platform != "cuda" or jax.__version_info__ < (0, 11) or not any(is_kernel):
+        return None
+    depends_on_generation()
+    make: Any = jax.sharding.AbstractDevice
+    device = make(device_kind=kind, num_cores=None, platform="gpu")
+    return AbstractMesh((), (), abstract_device=device)
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    if getattr(leaf, "dtype", None) == jax.dtypes.float0:
+        return False  # The gradient of an integer: it has no bits, and no compiler knows it.
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _sharding(leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    # An array that simply lies on a device says nothing about where it is to lie on the target.
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _struct(leaf: Any, sharding: Any, mesh: Any, label: str) -> jax.ShapeDtypeStruct:
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not _is_key(leaf) else leaf.dtype
+    if mesh is None:
+        if sharding is not None:
+            raise PreflightError(
+                f"{label} has the specification {sharding}, but there is no mesh. Give the sizes "
+                'of its axes, such as mesh={"data": 8}.'
+            )
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    if isinstance(sharding, PartitionSpec) or sharding is None:
+        sharding = NamedSharding(mesh, sharding or PartitionSpec())
+    try:
+        sharding.shard_shape(tuple(leaf.shape))
+    except ValueError as error:
+        raise PreflightError(
+            f"{label} of shape {tuple(leaf.shape)} cannot be sharded as {sharding.spec} over the "
+            f"mesh {dict(mesh.shape)}. Change the specification, or the sizes of the axes. JAX "
+            f"says: {error}"
+        ) from error
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _bytes(struct: jax.ShapeDtypeStruct) -> int:
+    if _is_key(struct):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
+    count = 1
+    for size in shape:
+        count *= size
+    bits = jax.dtypes.itemsize_bits(struct.dtype)
+    return -(-count * bits // 8)
+
+
+def _own_donation(step: Callable[..., Any], args: tuple[Any, ...]) -> frozenset[int]:
+    """What a step that is jitted already donates by itself."""
+    if not isinstance(step, jax.stages.Wrapped):
+        return frozenset()
+    donated: set[int] = set()
+    infos = list(step.trace(*args).args_info[0])
+    for number, arg in enumerate(args):
+        # Static arguments are not among them, and nothing says which those are: the others are
+        # met again in their order by their structure and shapes.
+        if infos and _looks_like(infos[0], arg):
+            leaves = jax.tree.leaves(infos.pop(0), is_leaf=_is_info)
+            donated |= {number for info in leaves if info.donated}
+    return frozenset(donated)
+
+
+def _looks_like(info: Any, arg: Any) -> bool:
+    described, treedef = jax.tree.flatten(info, is_leaf=_is_info)
+    given = jax.tree.leaves(arg)
+    return treedef == jax.tree.structure(arg) and all(
+        _is_info(a) and tuple(a.shape) == np.shape(b) for a, b in zip(described, given, strict=True)
+    )
+
+
+def _is_info(node: Any) -> bool:
+    return hasattr(node, "donated")
+
+
+def _export(
+    jitted: Any, structs: list[jax.ShapeDtypeStruct], platform: str, step: Callable[..., Any]
+) -> export.Exported:
+    allowed: set[str] = set()
+    while True:
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
+        try:
+            return export.export(jitted, platforms=(platform,), disabled_checks=checks)(*structs)
+        except Exception as error:
+            unknown = _unguaranteed(str(error)) - allowed
+            if unknown:
+                # The compiler is of this very version, so no guarantee across versions is needed.
+                allowed |= unknown
+                continue
+            name = getattr(step, "__name__", repr(step))
+            raise PreflightError(
+                f"{name} could be traced but not lowered for {platform}. An operation in it has no "
+                f"implementation there, or is bound to this machine. "
+                "Take it out of the step, or ask for a platform that has it. JAX says:\n"
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _fingerprint(exported: export.Exported) -> str:
+    text = exported.mlir_module()
+    text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
+    # A block's arguments have locations with a name: loc("scatter-add:"(#loc172)).
+    text = re.sub(r' loc\((?:"[^"]*"\()?(?:#loc\d*|unknown)\)?\)', "", text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unguaranteed(message: str) -> set[str]:
+    """The custom calls that JAX refuses to export because it promises no stable meaning."""
+    if "custom calls whose targets have no compatibility guarantees" not in message:
+        return set()
+    return set(re.findall(r"custom_call\W+@?([\w.$]+)", message))
+
+
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+
+
+def refuse_callbacks(jaxpr: core.Jaxpr, platform: str) -> None:
+    """Raise for the first callback, with the line of the user's that made it."""
+    for equation in equations(jaxpr):
+        if equation.primitive.name in _CALLBACKS:
+            raise PreflightError(
+                f"the step calls back into Python ({equation.primitive.name}{_line(equation)}), "
+                f"which cannot be compiled for {platform} in another process. Take "
+                "jax.debug.print, io_callback and the like out of the step for this; for "
+                "Equinox's error_if set the environment variable EQX_ON_ERROR=off."
+            )
+
+
+def _line(equation: Any) -> str:
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if "site-packages" not in frame.file_name:
+            return f" at {frame.file_name}:{frame.line_num}"
+    return ""

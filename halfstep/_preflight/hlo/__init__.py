@@ -1,0 +1,1 @@
+"""What a compiled program does, from its optimized HLO."""

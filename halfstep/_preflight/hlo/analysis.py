@@ -1,0 +1,313 @@
+"""What a compiled step does, from its optimized HLO: contractions, collectives, memory traffic."""
+
+# Internal: it is about text that XLA's compilers write, and no user does.
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from halfstep._preflight.hlo.collectives import payload
+from halfstep._preflight.hlo.contractions import Contracted, contraction, uncounted
+from halfstep._preflight.hlo.loops import Frame, body_frame, trip_count
+from halfstep._preflight.hlo.metadata import Origin, Origins
+from halfstep._preflight.hlo.parser import Computation, Instruction, Module, UnknownTypeError, parse
+from halfstep._preflight.hlo.products import Product as Product
+from halfstep._preflight.hlo.traffic import Kernel as Kernel, moved
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """All contractions of a step with the same dtypes: dots, convolutions, library calls.
+
+    Attributes:
+        lhs: The dtype of the left operand as the instruction takes it, such as `bfloat16`.
+        rhs: The dtype of the right operand.
+        out: The dtype the instruction produces.
+        flops: FLOPs per device and step, two for a multiply-add.
+        count: How many such contractions a device runs in a step.
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+    flops: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of a step of one kind and dtype.
+
+    Attributes:
+        kind: The operation, such as `all-gather` or `reduce-scatter`.
+        dtype: The dtype that is sent. One operation over several dtypes counts for each of them.
+        bytes: Payload per device and step: of each the larger of what goes in and what comes out.
+        count: How many of them a device takes part in per step.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What one device does in a step, read from the program that the compiler made.
+
+    Everything inside of a loop counts as often as the loop turns, and its condition once more than
+    that; a conditional counts its most expensive branch, by FLOPs and then by traffic; what runs on
+    the host counts nothing.
+
+    Attributes:
+        contractions: FLOPs by dtype, the most first. A dot that the compiler has turned into a
+            multiplication and a sum (one with a dimension of size 1, often) is not among them.
+        uncounted: Custom calls that may compute and whose FLOPs are not known, such as Pallas
+            kernels: their target and how often each runs.
+        collectives: Communication by kind and dtype, the most first.
+        kernels: The kernels by what they read and write, the most traffic first.
+        unknown_trip_counts: Loops whose number of turns is not known; they are counted as one turn.
+        products: The contractions one by one, the most FLOPs first.
+        written: Bytes that the kernels write, by dtype, the most first.
+    """
+
+    contractions: tuple[Contraction, ...]
+    uncounted: tuple[tuple[str, int], ...]
+    collectives: tuple[Collective, ...]
+    kernels: tuple[Kernel, ...]
+    unknown_trip_counts: int
+    products: tuple[Product, ...] = ()
+    written: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all contractions."""
+        return sum(contraction.flops for contraction in self.contractions)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that all kernels read and write, caches left out of account.
+
+        A kernel reads each operand once and writes each result once; of an array that it slices or
+        updates in place only the slice counts, and arrays on chip or on the host do not count.
+        """
+        return sum((kernel.read + kernel.written) * kernel.count for kernel in self.kernels)
+
+
+def analyze(text: str) -> Analysis:
+    """Count what a compiled step does.
+
+    Args:
+        text: The optimized HLO of one program, `compiled.as_text()`, for a CPU, GPU or TPU.
+
+    Returns:
+        The counts, per device and step.
+
+    Raises:
+        ValueError: If the text is not such a program, or if something in it that would have to be
+            counted cannot be read; the message names the line.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+
+
+
+        x = jnp.ones((64, 32))
+        text = jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()
+        assert analyze(text).flops == 2 * 64 * 64 * 32
+        ```
+    """
+    module = parse(text)
+    walk = _Walk(module, Origins(text))
+    tally = walk.computation(Frame(module, module.entry))
+    products = [
+        Product(
+            str(key.lhs),
+            str(key.rhs),
+            str(key.out),
+            flops,
+            tally.contractions[key],
+            key.origin.name,
+            key.origin.source,
+        )
+        for key, flops in tally.flops.items()
+    ]
+    return Analysis(
+        contractions=tuple(
+            sorted(_by_dtypes(tally), key=lambda c: (-c.flops, c.lhs, c.rhs, c.out))
+        ),
+        products=tuple(sorted(products, key=lambda p: (-p.flops, p.source, p.name, str(p)))),
+        uncounted=tuple(sorted(tally.uncounted.items(), key=lambda item: (-item[1], item[0]))),
+        collectives=tuple(
+            sorted(
+                (
+                    Collective(kind, dtype, size, tally.collectives[kind, dtype])
+                    for (kind, dtype), size in tally.sent.items()
+                ),
+                key=lambda c: (-c.bytes, c.kind, c.dtype),
+            )
+        ),
+        kernels=tuple(
+            sorted(
+                (Kernel(read, written, n) for (read, written), n in tally.kernels.items()),
+                key=lambda k: (-(k.read + k.written) * k.count, k.read, k.count),
+            )
+        ),
+        unknown_trip_counts=len(walk.unknown),
+        written={
+            dtype: size
+            for dtype, size in sorted(tally.written.items(), key=lambda item: (-item[1], item[0]))
+            if size
+        },
+    )
+
+
+class _Shape(NamedTuple):
+    dtype: str
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Contractions that are alike."""
+
+    lhs: _Shape
+    rhs: _Shape
+    out: _Shape
+    origin: Origin
+
+
+def _by_dtypes(tally: "_Tally") -> list[Contraction]:
+    flops: Counter[tuple[str, str, str]] = Counter()
+    count: Counter[tuple[str, str, str]] = Counter()
+    for key, computed in tally.flops.items():
+        dtypes = (key.lhs.dtype, key.rhs.dtype, key.out.dtype)
+        flops[dtypes] += computed
+        count[dtypes] += tally.contractions[key]
+    return [Contraction(*dtypes, flops[dtypes], count[dtypes]) for dtypes in flops]
+
+
+@dataclass
+class _Tally:
+    """Counts of one computation."""
+
+    flops: Counter[_Kind] = field(default_factory=Counter)
+    contractions: Counter[_Kind] = field(default_factory=Counter)
+    uncounted: Counter[str] = field(default_factory=Counter)
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kernels: Counter[tuple[int, int]] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "_Tally", times: int = 1) -> None:
+        for name in self.__dataclass_fields__:
+            mine, others = getattr(self, name), getattr(other, name)
+            for key, count in others.items():
+                mine[key] += times * count
+
+    def contract(self, found: Contracted, origin: Origin) -> None:
+        lhs, rhs, out = (_Shape(a.dtype, a.dims) for a in (found.lhs, found.rhs, found.out))
+        key = _Kind(lhs, rhs, out, origin)
+        self.flops[key] += found.flops
+        self.contractions[key] += 1
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        traffic = sum((read + written) * n for (read, written), n in self.kernels.items())
+        return sum(self.flops.values()), traffic
+
+
+class _Walk:
+    """Goes through a program the way a device would."""
+
+    def __init__(self, module: Module, origins: Origins):
+        self.module, self.origins = module, origins
+        self.unknown: set[Instruction] = set()
+        self.fusions: dict[str, _Tally] = {}
+
+    def computation(self, frame: Frame) -> _Tally:
+        """What a computation does that runs instruction by instruction."""
+        tally = _Tally()
+        for instruction in frame.computation:
+            inner = self.control(frame, instruction)
+            if inner is not None:
+                tally.add(inner)
+                continue
+            try:
+                self.instruction(frame.computation, instruction, tally, fused=False)
+                bytes_moved = moved(self.module, frame.computation, instruction)
+            except UnknownTypeError as error:
+                raise instruction.error(str(error)) from None
+            if bytes_moved is not None:
+                read, written = bytes_moved
+                tally.kernels[read, written.total()] += 1
+                tally.written.update(written)
+        return tally
+
+    def control(self, frame: Frame, instruction: Instruction) -> _Tally | None:
+        """What the computations do that an instruction runs, if it is there to run some."""
+        match instruction.base:
+            case "while":
+                turns = trip_count(frame, instruction)
+                if turns is None:
+                    self.unknown.add(instruction)
+                    turns = 1
+                tally = _Tally()
+                tally.add(self.computation(body_frame(frame, instruction, "body")), turns)
+                condition = self.computation(body_frame(frame, instruction, "condition"))
+                tally.add(condition, turns + 1)
+                return tally
+            case "conditional":
+                keys = ("branch_computations", "true_computation", "false_computation")
+                branches = self.module.called(instruction, *keys)
+                tallies = [
+                    self.computation(frame.call(instruction, branch, first=number))
+                    for number, branch in enumerate(branches, start=1)
+                ]
+                return max(tallies, key=lambda tally: tally.cost)
+            case "call" | "async" if not instruction.opcode.endswith(("-done", "-update")):
+                if _on_host(instruction):
+                    return _Tally()
+                (called,) = self.module.called(instruction, "to_apply", "calls")
+                return self.computation(frame.call(instruction, called))
+            case _:
+                return None
+
+    def instruction(
+        self, computation: Computation, instruction: Instruction, tally: _Tally, *, fused: bool
+    ) -> None:
+        """Add the contractions and collectives of one instruction, or of the fusion it is."""
+        if instruction.base == "fusion":
+            (called,) = self.module.called(instruction, "calls")
+            tally.add(self.fused(called))
+            return
+        found = contraction(computation, instruction)
+        if found:
+            tally.contract(found, self.origins.of(instruction))
+        name = None if found else uncounted(instruction)
+        if name is not None:
+            tally.uncounted[name] += 1
+        for key, size in payload(computation, instruction, fused=fused).items():
+            tally.sent[key] += size
+            tally.collectives[key] += 1
+
+    def fused(self, computation: Computation) -> _Tally:
+        """What the inside of a fusion does."""
+        if computation.name not in self.fusions:
+            tally = _Tally()
+            for instruction in computation:
+                self.instruction(computation, instruction, tally, fused=True)
+            self.fusions[computation.name] = tally
+        return self.fusions[computation.name]
+
+
+def _on_host(instruction: Instruction) -> bool:
+    thread = instruction.attributes.get("async_execution_thread", "").strip('"')
+    kind = instruction.attributes.get("frontend_attributes", "")
+    return thread == "host" or '_xla_compute_type="host"' in kind

@@ -1,0 +1,106 @@
+"""What a program sends between devices."""
+
+import math
+import re
+from collections import Counter
+
+from halfstep._preflight.hlo.contractions import custom_call_target
+from halfstep._preflight.hlo.parser import Array, Computation, Instruction, leaves
+
+KINDS = frozenset(
+    (
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "recv",
+        "reduce-scatter",
+        "send",
+    )
+)
+
+# XLA:TPU keeps the flags of a collective that is under way in this memory space.
+_FLAGS = 2
+_BRACES = re.compile(r"\{([\d,]+)\}")
+
+
+def payload(
+    computation: Computation, instruction: Instruction, *, fused: bool
+) -> dict[tuple[str, str], int]:
+    """The bytes a collective moves per device, by kind and dtype.
+
+    The payload is the larger of what goes in and what comes out: the gathered array of an
+    all-gather, the array before it is scattered of a reduce-scatter. A send to the host or a recv
+    from it has none.
+
+    Args:
+        computation: The computation it is in.
+        instruction: Any instruction; only collectives have a payload.
+        fused: Whether the computation is the inside of a fusion.
+    """
+    kind = instruction.base
+    if kind not in KINDS or (fused and _on_the_way(computation, instruction)):
+        return {}
+    operands = [tuple(leaves(shape)) for shape in computation.shapes(instruction)]
+    results = instruction.results
+    if kind in ("send", "recv"):
+        if instruction.attributes.get("is_host_transfer") == "true":
+            return {}
+        # (data, context, token); the data of a send is its first operand.
+        moved = operands[0] if kind == "send" else results[:1]
+        return _by_dtype(kind, moved, ())
+    if kind == "ragged-all-to-all":
+        # Its other operands are offsets and sizes.
+        return _by_dtype(kind, operands[0], results)
+    if kind == "collective-permute" and "slice_sizes" in instruction.attributes:
+        # In place: (from, to, where from, where to), and only slices move.
+        sizes = _BRACES.findall(instruction.text("slice_sizes"))
+        elements = sum(math.prod(int(n) for n in size.split(",")) for size in sizes)
+        source = operands[0][0]
+        return {(kind, source.dtype): source.bytes_of(elements)}
+    if kind == "all-reduce" and fused and _is_scattered(computation, instruction):
+        kind = "reduce-scatter"
+    return _by_dtype(kind, tuple(array for group in operands for array in group), results)
+
+
+def _by_dtype(
+    kind: str, operands: tuple[Array, ...], results: tuple[Array, ...]
+) -> dict[tuple[str, str], int]:
+    sums = (Counter[str](), Counter[str]())
+    for total, arrays in zip(sums, (operands, results), strict=True):
+        for array in arrays:
+            total[array.dtype] += array.bytes
+    return {(kind, dtype): size for dtype, size in (sums[0] | sums[1]).items() if size}
+
+
+def is_continuation(computation: Computation) -> bool:
+    """Whether a fused computation carries on a collective that another one started.
+
+    XLA:TPU spreads a collective over several fusions: one starts it, some compute beside it, one
+    ends it. Each contains the same collective; those after the first receive its flags.
+    """
+    return any(
+        isinstance(parameter.shape, Array) and parameter.shape.space == _FLAGS
+        for parameter in computation.parameters.values()
+    )
+
+
+def _on_the_way(computation: Computation, instruction: Instruction) -> bool:
+    return is_continuation(computation) and not any(
+        user.opcode == "custom-call" and custom_call_target(user) == "AsyncCollectiveStart"
+        for user, _ in computation.users[instruction.name]
+    )
+
+
+def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
+    """Whether a fused all-reduce keeps a slice only: XLA:TPU's form of a reduce-scatter."""
+    root = computation.root
+    users = computation.users[instruction.name]
+    return (
+        root is not None
+        and root.opcode == "dynamic-slice"
+        and [user.name for user, index in users if index == 0] == [root.name]
+        and len(users) == 1
+    )

@@ -1,0 +1,237 @@
+"""What contractions compute: dots, convolutions and the library calls that stand for them.
+
+A multiply-add counts two FLOPs, also of complex numbers, and once whatever the precision that is
+asked for (a TPU may need several passes). A convolution counts only window positions that fall on
+elements of its input, not on padding or on the holes of a dilation: XLA:TPU writes every dot as a
+convolution, and a batched one as a convolution dilated so far that a window of any size holds a
+single element.
+"""
+
+# Internal: it is about text that XLA's compilers write, and no user does.
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep._preflight.hlo.parser import Array, Computation, Instruction
+
+_GEMMS = frozenset(("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"))
+_LABELS = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)")
+
+# Instructions that compute and whose FLOPs are not known here.
+_OPAQUE = re.compile(r"cholesky|fft|triangular-solve|.*(dot|convolution|matmul)")
+
+# Custom calls that only say something to the compiler or name a buffer.
+ANNOTATIONS = re.compile(
+    r"Sharding|SPMD\w+|xla\.sdy\..*|annotate_device_placement|LayoutConstraint|InspectSharding"
+    r"|AllocateBuffer|ConcatBitcast|CreateBuffer|Pin|Unpin|AssumeGatherIndicesInBound"
+    r"|GatherScatterIndicesBitpacked|AsyncCollective(Start|Done)"
+)
+# Custom calls that move, sort or draw bits, or compute on the host. What is in neither list and is
+# no contraction is reported as not counted.
+_HARMLESS = re.compile(
+    r"MoveTo(Host|Device)|X64(Combine|SplitLow|SplitHigh)|PadToStatic|SliceToDynamic|HostExecute"
+    r"|(__gpu\$)?TopK|PartialReduce|ApproxTopK|__cub\$\w+|cu_threefry2x32(_ffi)?|RngBitGenerator\w*"
+    r"|(cu_)?lu_pivots_to_permutation(_ffi)?|xla_(ffi_)?(partitioned_|buffer_)*python_\w*callback"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Contracted:
+    """One contraction: its operands, its result, and its FLOPs."""
+
+    lhs: Array
+    rhs: Array
+    out: Array
+    flops: int
+
+
+def contraction(computation: Computation, instruction: Instruction) -> Contracted | None:
+    """The contraction an instruction is, if it is one.
+
+    Args:
+        computation: The computation it is in.
+        instruction: Any instruction.
+
+    Raises:
+        ValueError: If it is a contraction whose dimensions cannot be read.
+    """
+    match instruction.base:
+        case "dot" | "scaled-dot":
+            return _dot(computation, instruction)
+        case "ragged-dot":
+            return _ragged_dot(computation, instruction)
+        case "convolution":
+            lhs, rhs = _arrays(computation, instruction)[:2]
+            out = instruction.results[0]
+            flops = _convolution(instruction, lhs.dims, rhs.dims, out.dims)
+            return Contracted(lhs, rhs, out, flops)
+        case "custom-call":
+            return _library(computation, instruction)
+        case _:
+            return None
+
+
+def uncounted(instruction: Instruction) -> str | None:
+    """The name of an instruction that may compute, if it is no contraction that is known."""
+    if instruction.base != "custom-call":
+        return instruction.base if _OPAQUE.fullmatch(instruction.base) else None
+    target = custom_call_target(instruction)
+    return None if ANNOTATIONS.fullmatch(target) or _HARMLESS.fullmatch(target) else target
+
+
+def custom_call_target(instruction: Instruction) -> str:
+    """Which function a custom call calls."""
+    return instruction.text("custom_call_target").strip('"')
+
+
+def _arrays(computation: Computation, instruction: Instruction) -> tuple[Array, ...]:
+    """The operands' shapes; the first two are the factors."""
+    shapes = computation.shapes(instruction)
+    arrays = tuple(shape for shape in shapes if isinstance(shape, Array))
+    if len(arrays) != len(shapes) or len(shapes) < 2 or not instruction.results:
+        raise instruction.error("two arrays as operands and an array as the result")
+    return arrays
+
+
+def _sizes(instruction: Instruction, array: Array, dims: Sequence[int]) -> int:
+    if any(dim >= len(array.dims) for dim in dims):
+        raise instruction.error(f"dimensions {tuple(dims)} within the shape {array.dims}")
+    return math.prod(array.dims[dim] for dim in dims)
+
+
+def _dot(computation: Computation, instruction: Instruction) -> Contracted:
+    arrays = _arrays(computation, instruction)
+    (lhs, rhs), out = arrays[:2], instruction.results[0]
+    # scaled-dot has the scales behind the factors, or each behind its own.
+    if len(arrays) >= 4 and arrays[2].size > rhs.size:
+        rhs = arrays[2]
+    contracted = _sizes(instruction, lhs, instruction.integers("lhs_contracting_dims", ""))
+    return Contracted(lhs, rhs, out, 2 * out.size * contracted)
+
+
+def _ragged_dot(computation: Computation, instruction: Instruction) -> Contracted:
+    """With full groups, which is the most it can be: each row meets one group's matrix."""
+    lhs, rhs = _arrays(computation, instruction)[:2]
+    out = instruction.results[0]
+    contracting = instruction.integers("lhs_contracting_dims", "")
+    flops = 2 * out.size * _sizes(instruction, lhs, contracting)
+    ragged = instruction.integers("lhs_ragged_dims")
+    if set(ragged) <= set(contracting):
+        # The groups split the contracted dimension, and the result has one slice for each.
+        flops //= out.dims[0]
+    return Contracted(lhs, rhs, out, flops)
+
+
+def _library(computation: Computation, instruction: Instruction) -> Contracted | None:
+    target = custom_call_target(instruction)
+    if target in _GEMMS:
+        lhs, rhs = _arrays(computation, instruction)[:2]
+        numbers = _dimension_numbers(instruction)
+        shared = [
+            int(dim)
+            for key in ("rhs_contracting_dimensions", "rhs_batch_dimensions")
+            for dim in numbers.get(key, ())
+        ]
+        free = rhs.size // max(1, _sizes(instruction, rhs, shared))
+        return Contracted(lhs, rhs, instruction.results[0], 2 * lhs.size * free)
+    if target == "__cudnn$blockScaledDot":
+        # Always (batch, m, k) by (batch, n, k), with the scales behind them.
+        lhs, rhs = _arrays(computation, instruction)[:2]
+        out = instruction.results[0]
+        return Contracted(lhs, rhs, out, 2 * out.size * lhs.dims[-1])
+    if target.startswith("__cudnn$conv"):
+        lhs, rhs = _arrays(computation, instruction)[:2]
+        out = instruction.results[0]
+        # All have the dimension numbers of the forward convolution.
+        roles = (lhs, rhs, out)
+        if target.endswith("BackwardInput"):
+            roles = (out, rhs, lhs)
+        elif target.endswith("BackwardFilter"):
+            roles = (lhs, out, rhs)
+        flops = _convolution(instruction, *(role.dims for role in roles))
+        return Contracted(lhs, rhs, out, flops)
+    return None
+
+
+def _dimension_numbers(instruction: Instruction) -> dict[str, Any]:
+    try:
+        config = json.loads(instruction.text("backend_config"))
+        return config.get("gemm_backend_config", config)["dot_dimension_numbers"]
+    except (json.JSONDecodeError, KeyError, AttributeError):
+        raise instruction.error("`dot_dimension_numbers` in its backend_config") from None
+
+
+def _convolution(
+    instruction: Instruction,
+    lhs: tuple[int, ...],
+    rhs: tuple[int, ...],
+    out: tuple[int, ...],
+) -> int:
+    labels = _LABELS.fullmatch(instruction.text("dim_labels"))
+    if not labels or any(
+        len(label) != len(dims)
+        for label, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
+    ):
+        raise instruction.error(f"`dim_labels=` that fit the shapes {lhs}, {rhs} and {out}")
+    window = _window(instruction, sum(letter.isdigit() for letter in labels[1]))
+    lhs_dims, rhs_dims, out_dims = (
+        dict(zip(label, dims, strict=True))
+        for label, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
+    )
+    positions = 1
+    for axis, spatial in enumerate(window):
+        name = str(axis)
+        positions *= _valid_positions(lhs_dims[name], out_dims[name], *spatial)
+    return 2 * positions * rhs_dims["i"] * out_dims["b"] * out_dims["f"]
+
+
+def _window(instruction: Instruction, rank: int) -> list[tuple[int, int, int, int, int]]:
+    """Size, stride, padding before, window dilation and base dilation of each spatial dimension."""
+    text = instruction.text("window", "{}").strip("{}")
+    fields = dict(part.split("=", 1) for part in text.split())
+
+    def numbers(key: str, default: int) -> list[int]:
+        if key not in fields:
+            return [default] * rank
+        return [int(number.split("_")[0]) for number in fields[key].split("x")]
+
+    columns = (
+        numbers("size", 1),
+        numbers("stride", 1),
+        numbers("pad", 0),
+        numbers("rhs_dilate", 1),
+        numbers("lhs_dilate", 1),
+    )
+    if any(len(column) != rank for column in columns):
+        raise instruction.error(f"a window with {rank} dimensions in `window={{{text}}}`")
+    return list(zip(*columns, strict=True))
+
+
+def _valid_positions(
+    inputs: int, outputs: int, size: int, stride: int, pad: int, dilation: int, base: int
+) -> int:
+    """Pairs of an output and a window element that meet on an element of the input.
+
+    They meet at `output * stride + element * dilation - pad` of an input whose elements are `base`
+    apart, so for each window element the outputs that qualify are an arithmetic progression.
+    """
+    last = (inputs - 1) * base
+    common = math.gcd(stride, base)
+    apart = base // common
+    count = 0
+    for element in range(size):
+        offset = element * dilation - pad
+        if offset % common:
+            continue
+        low = max(0, -(offset // stride))
+        high = min(outputs - 1, (last - offset) // stride)
+        # The smallest output from `low` on with output * stride + offset divisible by base.
+        start = (-offset // common) * pow(stride // common, -1, apart) % apart if apart > 1 else 0
+        first = low + (start - low) % apart
+        if first <= high:
+            count += (high - first) // apart + 1
+    return count

@@ -1,0 +1,200 @@
+"""How often a loop of an optimized HLO program turns.
+
+XLA:GPU and XLA:CPU print it. XLA:TPU does not, so it is worked out here: the condition compares one
+element of the loop's state with a constant, the body adds a constant to that element, and the state
+starts from a constant. Constants are followed through copies, tuples, fusions and outer loops.
+"""
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from halfstep._preflight.hlo.parser import Computation, Instruction, Module
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LITERAL = re.compile(r"-?\d+")
+_SAME_VALUE = frozenset(
+    ("bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape")
+)
+_FLIPPED = MappingProxyType(
+    {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE", "EQ": "EQ"}
+)
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """An element of a loop's state as the turn began, plus a constant."""
+
+    path: Path
+    offset: int = 0
+
+
+Value = int | _Element | None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A computation together with what is known of its arguments."""
+
+    module: Module
+    computation: Computation
+    argument: Callable[[int, Path], Value] = lambda number, path: None
+    known: dict[tuple[str, Path], Value] = field(default_factory=dict, repr=False)
+
+    def call(
+        self, instruction: Instruction, computation: Computation, *, first: int = 0
+    ) -> "Frame":
+        """The frame of a computation that gets an instruction's operands, from `first` on."""
+        operands = instruction.operands[first:]
+
+        def argument(number: int, path: Path) -> Value:
+            return self.value(operands[number], path) if number < len(operands) else None
+
+        return Frame(self.module, computation, argument)
+
+    def value(self, name: str, path: Path = ()) -> Value:
+        """What is known about an instruction's value, or about one element of a tuple."""
+        if (name, path) not in self.known:
+            self.known[name, path] = self._value(name, path)
+        return self.known[name, path]
+
+    def _value(self, name: str, path: Path) -> Value:
+        instruction = self.computation.instructions.get(name)
+        if instruction is None:
+            return None
+        match instruction.opcode:
+            case "constant":
+                literal = _LITERAL.fullmatch(instruction.arguments.strip())
+                return int(literal[0]) if literal and not path else None
+            case "parameter":
+                return self.argument(int(instruction.arguments), path)
+            case "get-tuple-element":
+                index = instruction.integers("index")
+                return self.value(instruction.operands[0], (*index, *path))
+            case "tuple":
+                return self.value(instruction.operands[path[0]], path[1:]) if path else None
+            case "add" | "subtract":
+                left, right = (self.value(operand) for operand in instruction.operands)
+                return _sum(left, right, 1 if instruction.opcode == "add" else -1)
+            case "fusion" | "call":
+                (called,) = self.module.called(instruction, "calls", "to_apply")
+                return self.call(instruction, called).value(called.result.name, path)
+            case "while":
+                return _invariants(self, instruction)(0, path)
+            case opcode if opcode in _SAME_VALUE:
+                return self.value(instruction.operands[0], path)
+            case _:
+                return None
+
+
+def _sum(left: Value, right: Value, sign: int) -> Value:
+    if isinstance(right, int):
+        if isinstance(left, int):
+            return left + sign * right
+        if isinstance(left, _Element):
+            return _Element(left.path, left.offset + sign * right)
+    elif isinstance(right, _Element) and isinstance(left, int) and sign == 1:
+        return _Element(right.path, right.offset + left)
+    return None
+
+
+def _step(frame: Frame, loop: Instruction, path: Path) -> int | None:
+    """What one turn adds to an element of the state, if that is a constant."""
+    (body,) = frame.module.called(loop, "body")
+    inside = Frame(frame.module, body, lambda number, path: _Element(path))
+    after = inside.value(body.result.name, path)
+    return after.offset if isinstance(after, _Element) and after.path == path else None
+
+
+def _invariants(frame: Frame, loop: Instruction) -> Callable[[int, Path], Value]:
+    """The elements of a loop's state that no turn changes, by their value before the loop."""
+
+    def argument(number: int, path: Path) -> Value:
+        if number == 0 and path and _step(frame, loop, path) == 0:
+            return frame.value(loop.operands[0], path)
+        return None
+
+    return argument
+
+
+def body_frame(frame: Frame, loop: Instruction, key: str) -> Frame:
+    """The frame of a loop's body or condition."""
+    (called,) = frame.module.called(loop, key)
+    return Frame(frame.module, called, _invariants(frame, loop))
+
+
+def trip_count(frame: Frame, loop: Instruction) -> int | None:
+    """How often a `while` turns, or `None` if the text does not tell.
+
+    Args:
+        frame: The computation the loop is in.
+        loop: The `while` instruction.
+    """
+    known = _KNOWN.search(loop.attributes.get("backend_config", ""))
+    if known:
+        return int(known[1])
+    (condition,) = frame.module.called(loop, "condition")
+    inside = Frame(frame.module, condition, lambda number, path: _Element(path))
+    compared = _comparison(inside, condition.result.name)
+    if compared is None:
+        return None
+    direction, left, right = compared
+    left, right = _settle(frame, loop, left), _settle(frame, loop, right)
+    if isinstance(left, int) and isinstance(right, _Element):
+        left, right, direction = right, left, _FLIPPED[direction]
+    if not isinstance(left, _Element) or not isinstance(right, int):
+        return None
+    first, step = frame.value(loop.operands[0], left.path), _step(frame, loop, left.path)
+    if not isinstance(first, int) or step is None:
+        return None
+    return _turns(first + left.offset, step, direction, right)
+
+
+def _comparison(frame: Frame, name: str) -> tuple[str, Value, Value] | None:
+    """The comparison a condition's root is."""
+    instruction = frame.computation[name]
+    if instruction.opcode == "compare":
+        left, right = (frame.value(operand) for operand in instruction.operands)
+        return instruction.text("direction"), left, right
+    if instruction.opcode in ("fusion", "call"):
+        (called,) = frame.module.called(instruction, "calls", "to_apply")
+        return _comparison(frame.call(instruction, called), called.result.name)
+    if instruction.opcode in _SAME_VALUE:
+        return _comparison(frame, instruction.operands[0])
+    return None
+
+
+def _settle(frame: Frame, loop: Instruction, value: Value) -> Value:
+    """The number that an element of the state is throughout the loop, if it is one."""
+    if isinstance(value, _Element) and _step(frame, loop, value.path) == 0:
+        before = frame.value(loop.operands[0], value.path)
+        return before + value.offset if isinstance(before, int) else None
+    return value
+
+
+def _turns(first: int, step: int, direction: str, bound: int) -> int | None:
+    """Turns of `for (i = first; i <direction> bound; i += step)`; `None` if it never ends."""
+    holds = {
+        "LT": operator.lt,
+        "LE": operator.le,
+        "GT": operator.gt,
+        "GE": operator.ge,
+        "NE": operator.ne,
+        "EQ": operator.eq,
+    }[direction]
+    if not holds(first, bound):
+        return 0
+    if direction == "EQ":
+        return 1 if step else None
+    upward, downward = direction in ("LT", "LE"), direction in ("GT", "GE")
+    if step == 0 or (upward and step < 0) or (downward and step > 0):
+        return None
+    distance = abs(bound - first)
+    if direction == "NE":
+        whole = distance % abs(step) == 0 and (bound > first) == (step > 0)
+        return distance // abs(step) if whole else None
+    return -(-(distance + (direction in ("LE", "GE"))) // abs(step))

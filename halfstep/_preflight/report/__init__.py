@@ -1,0 +1,1 @@
+"""What the compilers say, for people: entries, tables, pictures, comparisons."""

@@ -1,0 +1,246 @@
+"""What a compiler says about one step on one target."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep._preflight.compile.compiler import Compiled, required_bytes
+from halfstep._preflight.compile.lowering import Program
+from halfstep._preflight.hlo.analysis import Collective, Contraction, analyze
+from halfstep._preflight.hlo.products import F8Count, Product, f8_count
+from halfstep._preflight.report.roles import Argument, roles as bytes_by_role
+from halfstep._preflight.report.roofline import Roofline, roofline
+from halfstep._preflight.target.targets import Target
+from halfstep._version import __version__
+
+OUTPUTS = "outputs"
+PADDING = "layout padding"
+TEMPORARIES = "temporaries"
+CODE = "program code"
+
+
+@dataclasses.dataclass(frozen=True)
+class PreflightEntry:
+    """One step, compiled for one target. All figures are for one device.
+
+    A figure that the compiler does not give is `None`. When a TPU's compiler gives up because the
+    memory is too small, all that it says is in `notes`, and `fits` is false.
+
+    Attributes:
+        target: What it was compiled for.
+        variant: Which step.
+        devices: How many devices the step is for.
+        fits: Whether the peak is at most what is usable.
+        capacity_bytes: The device's memory.
+        usable_bytes: What JAX takes of it: by default three quarters on a GPU, all of it on a TPU.
+        peak_bytes: The most memory in use at a time: arguments, outputs and temporaries.
+        argument_bytes: What is there before the step: parameters, optimizer state, batch.
+        output_bytes: What the step returns, with what takes the place of arguments.
+        alias_bytes: Outputs that take the place of donated arguments.
+        temp_bytes: What the step needs in between; most of it is kept for the backward pass.
+        memory: The peak by role: parameters, optimizer state, batch, other, outputs, temporaries
+            ...
+        contractions: FLOPs of matrix products and convolutions in the optimized program, by dtype.
+        products: The same one by one: dtypes, shapes, scope and line, the most FLOPs first. Lines
+            are those of when the program was compiled; an answer from the cache can have old ones.
+        f8_units: Whether the target has units for products in 8 bits.
+        uncounted: Kernels that may compute and whose FLOPs nobody can tell from outside: name and
+            count.
+        collectives: What is sent between devices, by kind and dtype.
+        traffic_bytes: Bytes that the optimized program's kernels read and write.
+        roofline: A lower bound of the step's time. Not a measurement, and not an estimate.
+        estimates: The compiler's own cost model, where it has one (TPU) and where it is not
+            negative.
+        gemm: On a GPU, who makes the matrix products: `"triton"` (XLA's own) or `"library"`
+            (cuBLAS).
+        flags: The flags that XLA was given.
+        versions: Of halfstep, of JAX and of the compilers.
+        notes: What else is to be known: kernels that are not counted, what a compiler said.
+        hlo: The optimized program as text; empty in a report that was loaded.
+        arguments: The arrays that the step is given: name, role, dtype, shape, bytes, donated.
+            `None` in a report that was saved before halfstep kept them.
+        program: A fingerprint of the program that the compiler was given. Two entries with the same
+            one differ by what the compiler does. `None` as above.
+        written: Bytes that the optimized program's kernels write, by dtype. `None` as above.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def double(x):
+            return 2 * x
+
+
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+        entry = halfstep.preflight(double, (x,), targets="h100")["h100"]
+        assert entry.fits and entry.argument_bytes == entry.output_bytes == 4 * 2**20
+        ```
+    """
+
+    target: str
+    variant: str
+    devices: int
+    fits: bool
+    capacity_bytes: int
+    usable_bytes: int
+    peak_bytes: int | None
+    argument_bytes: int | None
+    output_bytes: int | None
+    alias_bytes: int | None
+    temp_bytes: int | None
+    memory: Mapping[str, int]
+    contractions: tuple[Contraction, ...] | None
+    products: tuple[Product, ...] | None
+    f8_units: bool
+    uncounted: tuple[tuple[str, int], ...]
+    collectives: tuple[Collective, ...] | None
+    traffic_bytes: int | None
+    roofline: Roofline | None
+    estimates: Mapping[str, float]
+    gemm: str | None
+    flags: tuple[str, ...]
+    versions: Mapping[str, str]
+    notes: tuple[str, ...]
+    hlo: str = dataclasses.field(repr=False, compare=False)
+    arguments: tuple[Argument, ...] | None = dataclasses.field(default=None, repr=False)
+    program: str | None = None
+    written: Mapping[str, int] | None = None
+
+    @property
+    def headroom(self) -> int | None:
+        """Usable memory that the step leaves; negative if it does not fit."""
+        return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes
+
+    @property
+    def f8(self) -> F8Count | None:
+        """How many contractions are in 8 bits or fewer."""
+        return None if self.products is None else f8_count(self.products, units=self.f8_units)
+
+    def contraction_flops(self) -> dict[str, int] | None:
+        """FLOPs by the dtype of the operands, `"bfloat16"`, or both, `"bfloat16 x float32"`."""
+        if self.contractions is None:
+            return None
+        total: dict[str, int] = {}
+        for found in self.contractions:
+            same = found.lhs == found.rhs
+            name = found.lhs if same else f"{found.lhs} x {found.rhs}"
+            total[name] = total.get(name, 0) + found.flops
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the program's text, as plain values for JSON."""
+        made = dataclasses.asdict(dataclasses.replace(self, hlo=""))
+        del made["hlo"]
+        made["headroom"] = self.headroom
+        made["contraction_flops"] = self.contraction_flops()
+        made["f8"] = None if self.f8 is None else dataclasses.asdict(self.f8)
+        for shown, product in zip(made["products"] or (), self.products or (), strict=True):
+            shown |= {"in_f8": product.in_f8, "why_not": product.why_not}
+        if self.roofline is not None:
+            made["roofline"] |= {
+                "label": "lower bound of the step time",
+                "bound_seconds": self.roofline.bound_seconds,
+                "limit": self.roofline.limit,
+            }
+        return made
+
+
+def make_entry(
+    variant: str,
+    program: Program,
+    compiled: Compiled,
+    target: Target,
+    arguments: tuple[Argument, ...],
+    memory_fraction: float | None,
+) -> PreflightEntry:
+    """Put together what the compiler said and what its program shows."""
+    accelerator = target.accelerator
+    fraction = accelerator.memory_fraction if memory_fraction is None else memory_fraction
+    usable = int(accelerator.memory_bytes * fraction)
+    said = compiled.memory
+    roles = bytes_by_role(arguments)
+    common: dict[str, Any] = {
+        "target": target.name,
+        "variant": variant,
+        "devices": max(1, target.devices if program.axes else 1),
+        "capacity_bytes": accelerator.memory_bytes,
+        "usable_bytes": usable,
+        "f8_units": "float8" in accelerator.peak_flops,
+        "gemm": compiled.gemm,
+        "flags": compiled.flags,
+        "versions": {"halfstep": __version__, **compiled.versions},
+        "hlo": compiled.hlo,
+        "arguments": arguments,
+        "program": program.fingerprint,
+    }
+    if compiled.exceeded is not None:
+        return PreflightEntry(
+            **common,
+            fits=False,
+            peak_bytes=required_bytes(compiled.exceeded),
+            argument_bytes=None,
+            output_bytes=None,
+            alias_bytes=None,
+            temp_bytes=None,
+            memory=roles,
+            contractions=None,
+            products=None,
+            uncounted=(),
+            collectives=None,
+            traffic_bytes=None,
+            roofline=None,
+            estimates={},
+            notes=(f"the compiler gave up: {compiled.exceeded}",),
+        )
+    given, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
+    alias, temporary = said["alias_size_in_bytes"], said["temp_size_in_bytes"]
+    code = said.get("generated_code_size_in_bytes", 0)
+    peak = given + outputs - alias + temporary + code
+    if accelerator.platform == "cuda":
+        # XLA:TPU's figure of this name leaves out and takes in other memories than the device's.
+        peak = said.get("peak_memory_in_bytes") or peak
+    analysis = analyze(compiled.hlo)
+    parts = dict(roles)
+    parts[PADDING] = max(0, given - sum(roles.values()))
+    parts[OUTPUTS] = outputs - alias
+    parts[CODE] = code
+    parts[TEMPORARIES] = max(0, peak - sum(parts.values()))
+    return PreflightEntry(
+        **common,
+        fits=peak <= usable,
+        peak_bytes=peak,
+        argument_bytes=given,
+        output_bytes=outputs,
+        alias_bytes=alias,
+        temp_bytes=temporary,
+        memory={name: size for name, size in parts.items() if size},
+        contractions=analysis.contractions,
+        products=analysis.products,
+        uncounted=analysis.uncounted,
+        collectives=analysis.collectives,
+        traffic_bytes=analysis.traffic_bytes,
+        written=analysis.written,
+        roofline=roofline(analysis, accelerator),
+        estimates={name: value for name, value in compiled.estimates.items() if value > 0},
+        notes=tuple(_notes(analysis, said)),
+    )
+
+
+def _notes(analysis: Any, said: Mapping[str, int]) -> list[str]:
+    notes = []
+    if analysis.unknown_trip_counts:
+        notes.append(
+            f"{analysis.unknown_trip_counts} loop(s) whose number of turns the compiler does not "
+            "know are counted once in FLOPs, collectives and traffic"
+        )
+    if analysis.uncounted:
+        names = ", ".join(f"{name} ({count}x)" for name, count in analysis.uncounted)
+        notes.append(f"kernels whose FLOPs are not counted: {names}")
+    host = sum(value for name, value in said.items() if name.startswith("host_"))
+    if host:
+        notes.append(f"{host:,} bytes are kept in the host's memory")
+    return notes

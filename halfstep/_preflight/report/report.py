@@ -1,0 +1,226 @@
+"""The answer to: will it fit?"""
+
+import dataclasses
+import os
+from typing import Any
+
+from halfstep._base import Report, size
+from halfstep._explain import LintError
+from halfstep._preflight.errors import DoesNotFitError
+from halfstep._preflight.report.comparison import PreflightComparison, compared
+from halfstep._preflight.report.entry import PreflightEntry
+from halfstep._preflight.report.plot import plot
+from halfstep._preflight.report.saved import load
+from halfstep._preflight.report.text import detail, f8_miss, html, table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PreflightReport(Report):
+    """What the compilers say about a step, for each target and variant.
+
+    `print(report)` shows a table, a notebook the same as HTML; `report["h100"]` is one entry, or
+    `report["h100", "bf16"]` where there are several variants.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def double(x):
+            return 2 * x
+
+
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+        report = halfstep.preflight(double, (x,), targets="h100")
+        print(report)
+        assert report.targets == ("h100",)
+        report.require_fit()
+        ```
+    """
+
+    entries: tuple[PreflightEntry, ...]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The targets, in the order they were given."""
+        return tuple(dict.fromkeys(entry.target for entry in self.entries))
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants, in the order they were given."""
+        return tuple(dict.fromkeys(entry.variant for entry in self.entries))
+
+    def __getitem__(self, key: str | tuple[str, str]) -> PreflightEntry:
+        target, variant = key if isinstance(key, tuple) else (key, None)
+        found = [
+            entry
+            for entry in self.entries
+            if entry.target == target and variant in (None, entry.variant)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise KeyError(
+                f"{target!r} has the variants {list(self.variants)}; "
+                f"write report[{target!r}, {self.variants[0]!r}]"
+            )
+        raise KeyError(
+            f"no entry {key!r}; give one of the targets {list(self.targets)} "
+            f"and of the variants {list(self.variants)}"
+        )
+
+    def __str__(self) -> str:
+        return table(self.entries)
+
+    def _repr_html_(self) -> str:
+        return html(self.entries)
+
+    def detail(self) -> str:
+        """Every figure of every entry, as text."""
+        return "\n\n".join(detail(entry) for entry in self.entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        return {"entries": [entry.to_dict() for entry in self.entries]}
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "PreflightReport":
+        """Read a report that `to_json` or `halfstep preflight --json FILE` has written.
+
+        The text of the programs is not in the file. Reports of older versions can lack other
+        figures, which are `None` then.
+
+        Args:
+            path: The file.
+
+        Raises:
+            PreflightError: If the file cannot be read, or is not a report.
+
+        Example:
+            ```python
+            import pathlib
+            import tempfile
+
+            import halfstep
+            import jax
+            import jax.numpy as jnp
+
+
+            def double(x):
+                return 2 * x
+
+
+            x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+            report = halfstep.preflight(double, (x,), targets="h100")
+            with tempfile.TemporaryDirectory() as folder:
+                path = pathlib.Path(folder) / "report.json"
+                report.to_json(path)
+                assert halfstep.PreflightReport.load(path).entries == report.entries
+            ```
+        """
+        return PreflightReport(load(path))
+
+    def compare(self, before: "PreflightReport | str | os.PathLike[str]") -> PreflightComparison:
+        """Say what changed since an earlier report of the same step.
+
+        Args:
+            before: The earlier report, or the file that it was saved to.
+
+        Returns:
+            The changes of every entry that both reports have: memory, traffic, contractions,
+            collectives, arguments, versions and flags, with the causes that they show.
+
+        Raises:
+            PreflightError: If the file cannot be read, or is not a report.
+
+        Example:
+            ```python
+            import halfstep
+            import jax
+            import jax.numpy as jnp
+
+
+            def double(x):
+                return 2 * x
+
+
+            small, large = (
+                jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (512, 1024)
+            )
+            before = halfstep.preflight(double, (small,), targets="h100")
+            after = halfstep.preflight(double, (large,), targets="h100")
+            print(after.compare(before))
+            ```
+        """
+        if not isinstance(before, PreflightReport):
+            before = PreflightReport.load(before)
+        return compared(before.entries, self.entries)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the memory of each entry by role, as stacked bars, into a PNG (or PDF, SVG) file.
+
+        Needs matplotlib, which `pip install "halfstep[plot]"` brings.
+        """
+        plot(self.entries, path)
+
+    def require_fit(self) -> None:
+        """Raise unless every entry fits; for scripts and CI.
+
+        Raises:
+            DoesNotFitError: With what each entry that does not fit needs, what is there, and what
+                takes the most.
+        """
+        lines = [_shortage(entry) for entry in self.entries if not entry.fits]
+        if lines:
+            raise DoesNotFitError("\n".join(lines))
+
+    def check(self, *, f8: float | int) -> None:
+        """Raise unless enough is in 8 bits, in every entry; for tests and CI.
+
+        Eligible are the products that a policy's recipe makes, forward and backward, and what else
+        has operands of 8 bits. What a recipe leaves out is not asked for: `explain` has a check for
+        that. A step without any such product, and a target without units for them, miss.
+
+        Args:
+            f8: The share of the eligible contractions' FLOPs that has to be in 8 bits (or 4) in the
+                compiled program.
+
+        Raises:
+            LintError: With every product that misses: its line, shapes, scope, and why.
+        """
+        lines = [miss for entry in self.entries if (miss := f8_miss(entry, f8))]
+        if lines:
+            # Says: required: <share> of the eligible contractions' FLOPs in fp8. Mend <line>: <why>
+            raise LintError("\n".join(lines))
+
+
+def _shortage(entry: PreflightEntry) -> str:
+    name = f"{entry.variant} does not fit on {entry.target}"
+    if entry.peak_bytes is None or entry.temp_bytes is None:
+        needs = "" if entry.peak_bytes is None else f" needs {size(entry.peak_bytes)},"
+        return (
+            f"{name}:{needs} usable are {size(entry.usable_bytes)}; {'; '.join(entry.notes)}. "
+            "Try a smaller batch, or more devices."
+        )
+    largest = max(entry.memory, key=lambda role: entry.memory[role])
+    advice = {
+        "temporaries": "a smaller batch, microbatches=, jax.checkpoint or a 16-bit policy",
+        "optimizer state": "sharding it over more devices, or a smaller optimizer state",
+        "parameters": "sharding them over more devices",
+        "outputs": "donating the arguments that the outputs replace (donate_argnums)",
+    }.get(largest, "a larger target")
+    over = entry.peak_bytes - entry.usable_bytes
+    share = ""
+    if entry.peak_bytes <= entry.capacity_bytes:
+        share = (
+            f" The device has {size(entry.capacity_bytes)}: it would fit if JAX were allowed more "
+            "(memory_fraction= here, XLA_PYTHON_CLIENT_MEM_FRACTION there)."
+        )
+    return (
+        f"{name}: it needs {size(entry.peak_bytes)} of {size(entry.usable_bytes)} usable, "
+        f"{size(over)} too much. Most is {largest}, {size(entry.memory[largest])}: "
+        f"try {advice}.{share}"
+    )

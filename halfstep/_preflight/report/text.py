@@ -1,0 +1,214 @@
+"""Entries as text in aligned columns, and as a table for notebooks."""
+
+import html as escaping
+from collections.abc import Callable, Sequence
+
+from halfstep._autocast import ROUNDED
+from halfstep._base import ABSENT, aligned, flops, html_table, percent, seconds, size
+from halfstep._preflight.hlo.products import Product, described, no_units
+from halfstep._preflight.report.entry import PreflightEntry
+
+
+def bound(entry: PreflightEntry) -> str:
+    """The roofline's bound, marked as one."""
+    if entry.roofline is None:
+        return ABSENT
+    return f">= {seconds(entry.roofline.bound_seconds)} ({entry.roofline.limit})"
+
+
+def precision(entry: PreflightEntry) -> str:
+    """In which dtypes the contractions run, by share of the FLOPs."""
+    by_dtype = entry.contraction_flops()
+    if by_dtype is None:
+        return ABSENT
+    total = sum(by_dtype.values())
+    if not total:
+        return "none"
+    ordered = sorted(by_dtype.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {percent(count / total)}" for name, count in ordered)
+
+
+COLUMNS: tuple[tuple[str, bool, Callable[[PreflightEntry], str]], ...] = (
+    ("target", False, lambda entry: entry.target),
+    ("step", False, lambda entry: entry.variant),
+    ("fits", False, lambda entry: "yes" if entry.fits else "NO"),
+    ("peak", True, lambda entry: size(entry.peak_bytes)),
+    ("usable", True, lambda entry: size(entry.usable_bytes)),
+    ("headroom", True, lambda entry: size(entry.headroom)),
+    ("traffic", True, lambda entry: size(entry.traffic_bytes)),
+    ("time bound", True, bound),
+    ("contractions in", False, precision),
+)
+"""Heading, whether it is a number, and how a cell is made."""
+
+
+def table(entries: Sequence[PreflightEntry]) -> str:
+    """One line an entry, then what crosses the wire, then what is to be known about it."""
+    shown = columns(entries)
+    rows = [[heading for heading, _, _ in shown]]
+    rows += [[cell(entry) for _, _, cell in shown] for entry in entries]
+    text = aligned(rows, [number for _, number, _ in shown])
+    wire = [
+        [entry.target, entry.variant, found.kind, found.dtype, size(found.bytes), str(found.count)]
+        for entry in entries
+        for found in entry.collectives or ()
+    ]
+    if wire:
+        head = ["target", "step", "collective", "dtype", "bytes a step", "count"]
+        text += "\n\n" + aligned([head, *wire], [False, False, False, False, True, True])
+    few = few_bits(entries)
+    if few:
+        text += "\n\n" + aligned(
+            [list(F8_HEADINGS), *few], [False, False, False, True, False, False]
+        )
+    notes = [
+        f"{entry.target}, {entry.variant}: {note}." for entry in entries for note in entry.notes
+    ]
+    return "\n".join([text, "", *footnotes(entries), *notes])
+
+
+F8_HEADINGS = ("target", "step", "in fp8", "FLOPs", "where", "why not")
+
+
+def few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[str]]:
+    """How many contractions are in 8 bits, and the largest that are not; nothing if none are."""
+    if not any(product.of_recipe for entry in entries for product in entry.products or ()):
+        return []
+    rows: list[list[str]] = []
+    for entry in entries:
+        found = entry.f8
+        if found is None or entry.products is None:
+            continue
+        units = "" if found.units else no_units(entry.target)
+        counts = f"{found.count} of {found.total} contractions"
+        rows.append([entry.target, entry.variant, counts, percent(found.flops), "", units])
+        others = [product for product in entry.products if not product.in_f8]
+        total = sum(product.flops for product in entry.products) or 1
+        for product in others[:most]:
+            shapes = f"  not {product.count}: {product.lhs} x {product.rhs}"
+            where = product.source or product.name
+            share = percent(product.flops / total)
+            rows.append([entry.target, entry.variant, shapes, share, where, product.why_not])
+        if others[most:]:
+            count = sum(product.count for product in others[most:])
+            share = percent(sum(product.flops for product in others[most:]) / total)
+            more = "report.detail() has all"
+            rows.append([entry.target, entry.variant, f"  not {count} more", share, "", more])
+    return rows
+
+
+def columns(
+    entries: Sequence[PreflightEntry],
+) -> list[tuple[str, bool, Callable[[PreflightEntry], str]]]:
+    """The columns of a table; a single variant needs no name."""
+    several = len({entry.variant for entry in entries}) > 1
+    return [column for column in COLUMNS if column[0] != "step" or several]
+
+
+def footnotes(entries: Sequence[PreflightEntry]) -> list[str]:
+    """How the figures are to be read."""
+    lines = ["Compiled, not run; figures are for one device."]
+    if any(entry.roofline is not None for entry in entries):
+        lines.append("The time bound is a roofline: no run can be faster, most are slower.")
+    gemms = sorted({entry.gemm for entry in entries if entry.gemm})
+    if gemms:
+        lines.append(f"GPU matrix products: {' and '.join(gemms)}, autotuning off.")
+    return lines
+
+
+def detail(entry: PreflightEntry) -> str:
+    """Every figure of an entry, one a line."""
+    pairs = [(heading, cell(entry)) for heading, _, cell in COLUMNS]
+    pairs += [("devices", str(entry.devices))]
+    pairs += [
+        ("arguments", size(entry.argument_bytes)),
+        ("outputs", size(entry.output_bytes)),
+        ("outputs in place of arguments", size(entry.alias_bytes)),
+        ("temporaries", size(entry.temp_bytes)),
+    ]
+    pairs += [(f"memory: {role}", size(count)) for role, count in entry.memory.items()]
+    pairs += [
+        (f"written in {dtype}", size(count)) for dtype, count in (entry.written or {}).items()
+    ]
+    pairs += [
+        (f"contraction: {c.lhs} x {c.rhs} -> {c.out}", f"{flops(c.flops)} in {c.count}")
+        for c in entry.contractions or ()
+    ]
+    if entry.f8 is not None and any(product.of_recipe for product in entry.products or ()):
+        counts = f"{entry.f8.count} of {entry.f8.total} contractions"
+        pairs += [("in fp8", f"{counts}, {percent(entry.f8.flops)} of the FLOPs")]
+        pairs += [("not in fp8", described(p)) for p in entry.products or () if not p.in_f8]
+    pairs += [
+        (f"collective: {c.kind} {c.dtype}", f"{size(c.bytes)} in {c.count}")
+        for c in entry.collectives or ()
+    ]
+    pairs += [(f"compiler's estimate: {k}", f"{v:.4g}") for k, v in entry.estimates.items()]
+    pairs += [("flags", " ".join(entry.flags) or "none")]
+    pairs += [("versions", ", ".join(f"{k} {v}" for k, v in entry.versions.items()))]
+    pairs += [("note", note) for note in entry.notes]
+    return aligned([list(pair) for pair in pairs], [False, False])
+
+
+def f8_miss(entry: PreflightEntry, share: float | int) -> str:
+    """What is not in 8 bits though it has to be; empty if enough is."""
+    name = f"{entry.variant} on {entry.target}"
+    required = f"required: {percent(share)} of the eligible contractions' FLOPs in fp8"
+    found = entry.f8
+    if found is None or entry.products is None:
+        return f"{required}; there is no program of {name}: {'; '.join(entry.notes)}."
+    if not found.units and share > 0:
+        return f"{required}; {no_units(entry.target)}."
+    if found.eligible >= share:
+        return ""
+    lines = [f"{required}; {name} has {percent(found.eligible)}:"]
+    missed = [product for product in entry.products if product.of_recipe and not product.in_f8]
+    if not missed:
+        return f'{lines[0][:-1]}, and no product of a recipe\'s: give it policy="f8", say.'
+    lines += [f"  {described(product)}" for product in missed]
+    lines.append(f"    Fix: {_fix(entry, missed)}")
+    return "\n".join(lines)
+
+
+def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
+    if all(ROUNDED in product.name for product in missed):
+        return (
+            "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
+            "multiplied in 8 bits; leave such products out with a rule, or ask for less."
+        )
+    other = "gemm='library'" if entry.gemm == "triton" else "gemm='triton'"
+    way = f"try {other}, which makes products in another way; or " if entry.gemm else ""
+    return f"{way}keep them in 16 bits with a rule such as 'op:dot_general@scope=compute'."
+
+
+def html(entries: Sequence[PreflightEntry]) -> str:
+    """The same figures as the text, with colors of its own for nothing but what does not fit."""
+    shown = columns(entries)
+    head = [(heading, number) for heading, number, _ in shown]
+    rows = [[(cell(entry), number) for _, number, cell in shown] for entry in entries]
+    parts = [html_table(head, rows, [entry.fits for entry in entries])]
+    wire = [
+        [
+            (entry.target, False),
+            (entry.variant, False),
+            (found.kind, False),
+            (found.dtype, False),
+            (size(found.bytes), True),
+            (str(found.count), True),
+        ]
+        for entry in entries
+        for found in entry.collectives or ()
+    ]
+    if wire:
+        names = ("target", "step", "collective", "dtype", "bytes a step", "count")
+        heads = [(name, number) for name, (_, number) in zip(names, wire[0], strict=True)]
+        parts.append(html_table(heads, wire, [True] * len(wire)))
+    few = few_bits(entries)
+    if few:
+        heads = [(name, name == "FLOPs") for name in F8_HEADINGS]
+        cells = [[(cell, head[1]) for cell, head in zip(row, heads, strict=True)] for row in few]
+        parts.append(html_table(heads, cells, [True] * len(few)))
+    lines = footnotes(entries)
+    lines += [f"{entry.target}, {entry.variant}: {n}." for entry in entries for n in entry.notes]
+    parts.append("<p>" + "<br>".join(escaping.escape(line) for line in lines) + "</p>")
+    # Wider than a narrow window: it scrolls, and the page does not.
+    return '<div style="overflow-x:auto">' + "".join(parts) + "</div>"

@@ -1,0 +1,1 @@
+"""What a step is compiled for: accelerators, slices, meshes."""

@@ -1,0 +1,91 @@
+"""Which mesh a step is written for, and whether the target has as many devices."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from halfstep._preflight.errors import PreflightError
+from halfstep._preflight.target.targets import Target
+
+MeshLike = Mapping[str, int] | AbstractMesh | Mesh
+"""A mesh, or the sizes of its axes: `{"data": 32, "model": 8}`."""
+
+
+def as_mesh(mesh: MeshLike | None) -> AbstractMesh | Mesh | None:
+    """A mesh from what the user gave; axis sizes become a mesh without devices."""
+    if isinstance(mesh, Mapping):
+        # Sizes say nothing about types: the compiler divides, as it always has. JAX's own default
+        # differs between versions.
+        types = (AxisType.Auto,) * len(mesh)
+        return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=types)
+    return mesh
+
+
+def spread(shardings: Any, args: tuple[Any, ...]) -> list[Any]:
+    """One sharding, specification or `None` a leaf, from a prefix of the arguments' tree."""
+
+    def is_spec(node: Any) -> bool:
+        return node is None or isinstance(node, PartitionSpec | NamedSharding)
+
+    try:
+        whole = jax.tree.map(
+            lambda spec, below: jax.tree.map(lambda _: spec, below),
+            shardings,
+            args,
+            is_leaf=is_spec,
+        )
+    except ValueError as error:
+        raise PreflightError(
+            "`shardings` must be a prefix of the tree of `args`: give one PartitionSpec, "
+            "NamedSharding or None for each argument, or for each part of it. JAX says:\n"
+            f"{error}"
+        ) from error
+    return jax.tree.leaves(whole, is_leaf=is_spec)
+
+
+def find_mesh(
+    mesh: AbstractMesh | Mesh | None, leaves: Sequence[tuple[str, Any]]
+) -> AbstractMesh | Mesh | None:
+    """The one mesh that all shardings are over, or `None` for a step on one device."""
+    owner = "`mesh=`"
+    for path, sharding in leaves:
+        if not isinstance(sharding, NamedSharding):
+            continue
+        if mesh is None:
+            mesh, owner = sharding.mesh, path
+        elif dict(sharding.mesh.shape) != dict(mesh.shape):
+            raise PreflightError(
+                f"all arguments must be sharded over one mesh; {owner} is over "
+                f"{dict(mesh.shape)} and {path} over {dict(sharding.mesh.shape)}. Make one "
+                "mesh, and use it in all of their shardings."
+            )
+    return mesh
+
+
+def check_mesh(axes: Mapping[str, int], target: Target) -> None:
+    """Refuse a mesh that the target cannot hold."""
+    count = math.prod(axes.values())
+    if not axes and target.sized and target.devices > 1:
+        raise PreflightError(
+            f"{target.name} has {target.devices} devices, but no argument is sharded over a "
+            f'mesh. Write targets="{target.accelerator.name}" for a step on one device, or '
+            "give `mesh=` and `shardings=`, or ShapeDtypeStructs with a NamedSharding."
+        )
+    if axes and count != target.devices:
+        raise PreflightError(
+            f"the mesh {dict(axes)} has {count} devices, but {target.name} has {target.devices}. "
+            "Change the axis sizes of the mesh, or the size in the target's name "
+            f'("{_suggest(target, count)}").'
+        )
+
+
+def _suggest(target: Target, devices: int) -> str:
+    name = target.accelerator.name
+    if target.accelerator.platform == "cuda":
+        if devices == 1:
+            return name
+        return f"{name}:{devices}" if devices <= 8 else f"{name}:{devices // 8}x8"
+    return f"{name}:AxB" if target.accelerator.tpu_dimensions == 2 else f"{name}:AxBxC"

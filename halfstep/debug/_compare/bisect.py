@@ -1,0 +1,237 @@
+"""`bisect`: which parts of a function must stay in float32, found with few trials."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from halfstep._base import Progress
+from halfstep._policy import Operation, Outcome, Policy, PrecisionRule, as_policy
+from halfstep.debug._compare.bisection import Bisection, Needed
+from halfstep.debug._compare.candidates import Lowered, by_scope, inside, lines, lowered
+from halfstep.debug._compare.compare import compare
+from halfstep.debug._compare.measure import Measure, Trials
+
+
+def bisect(
+    func: Callable[..., Any],
+    batches: Sequence[Sequence[Any]],
+    policy: Policy | str = "f16",
+    *,
+    tolerance: float = 0.01,
+    has_aux: bool = False,
+    measure: Measure | None = None,
+    refine: bool = True,
+    progress: bool = True,
+) -> Bisection:
+    """Find a smallest set of scopes and operations that must stay wide, and the policy for it.
+
+    Every trial compiles the function with some rules more, runs it on all batches, and measures how
+    far it is from float32. Scopes are searched first, then the operations in those that were found.
+    Those at which `compare` sees most error are tried first. If a wider scope never makes it worse,
+    none of the rules that are found can be left out.
+
+    Of a policy with a recipe (`"f8"`), the set is of products that must stay in the compute dtype;
+    all others can stay in 8 bits.
+
+    Args:
+        func: A loss, of which value and gradients are measured; or any other function of
+            parameters, such as a whole step in float32, of which the results are.
+        batches: What it is called with: `[(params, batch), ...]`.
+        policy: A policy that is too narrow, such as `"f16,op:*=compute"`, where everything runs in
+            float16.
+        tolerance: The largest error that is good enough: of the loss and of all gradients together,
+            relative to float32, in each batch.
+        has_aux: Whether a loss returns something else as well.
+        measure: A function of a policy that returns its error, instead: it may train for a while.
+        refine: Whether to search among the operations of the scopes that were found.
+        progress: Whether to show a bar, if tqdm is installed.
+
+    Returns:
+        A `debug.Bisection`: what is needed, and the policy. `save` writes it into a file that
+        `Policy.load` reads.
+
+    Raises:
+        ValueError: If the tolerance cannot be met with any set.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(w, x):
+            with jax.named_scope("hidden"):
+                hidden = jnp.tanh(x @ w)
+            with jax.named_scope("spread"):
+                spread = jnp.mean((1000 * hidden) ** 2) / 1e4
+            with jax.named_scope("out"):
+                return jnp.log(spread)
+
+
+        batch = jnp.eye(4), jnp.linspace(-1, 1, 8).reshape(2, 4)
+        found = halfstep.debug.bisect(loss, [batch], "f16,op:*=compute", progress=False)
+        assert {rule.scope for rule in found.rules} == {"spread"}
+        assert found.before == float("inf") and found.error < 0.01
+        ```
+    """
+    policy = as_policy(policy)
+    if not batches:
+        raise ValueError("bisect needs at least one batch: [(params, batch), ...]; got none.")
+    if not isinstance(batches[0], tuple | list):
+        raise TypeError(
+            "`batches` is a list of the arguments of each call: [(params, batch), ...]; its first "
+            f"entry is a {type(batches[0]).__name__}. Put the arguments of one call into a list: "
+            "[(params, batch)]."
+        )
+    outcome: Outcome = "float32" if policy.recipe is None else "compute"
+    trials = Trials(func, batches, has_aux=has_aux, measure=measure)
+    operations = [one for one in lowered(trials.plan(policy)) if _concerned(one, policy)]
+    with Progress(None, show=progress) as bar:
+
+        def is_enough(rules: tuple[PrecisionRule, ...]) -> bool:
+            bar.begin(f"{len(rules)} of {len(units)} rules")
+            before = trials.compiles
+            enough = trials.error(_with(policy, rules, outcome)) <= tolerance
+            for _ in range(trials.compiles - before):
+                bar.done()
+            return enough
+
+        units: Sequence[PrecisionRule] = ()
+        before = trials.error(policy)
+        found: tuple[PrecisionRule, ...] = ()
+        units = by_scope(operations, outcome)
+        count = len(units)
+        if before > tolerance:
+            if not is_enough(tuple(units)):
+                raise ValueError(
+                    _impossible(trials.error(_with(policy, units, outcome)), tolerance)
+                )
+            added = _added(func, batches[0], policy)
+            trials.compiles += 1
+            units = _promising(units, added)
+            found = smallest(units, is_enough)
+            finer = inside(found, operations)
+            if refine and finer != found and is_enough(finer):
+                units = _promising(finer, added)
+                found = smallest(units, is_enough)
+        error = trials.error(_with(policy, found, outcome))
+    return Bisection(
+        trials.without_idle_rules(policy.replace(rules=(*found, *policy.rules))),
+        tuple(Needed(rule, lines(rule, operations)) for rule in found),
+        tolerance,
+        before,
+        error,
+        len(operations),
+        sum(any(rule.matches(one.operation) for rule in found) for one in operations),
+        count,
+        trials.compiles,
+    )
+
+
+def _concerned(one: Lowered, policy: Policy) -> bool:
+    return one.in_recipe or policy.recipe is None
+
+
+def _with(policy: Policy, rules: Sequence[PrecisionRule], outcome: Outcome) -> Policy:
+    """A policy with rules more, as one: a rule that is for nothing more is no mistake here."""
+    if not rules:
+        return policy
+
+    def concerned(operation: Operation) -> bool:
+        return any(rule.matches(operation) for rule in rules)
+
+    return policy.replace(rules=(PrecisionRule(outcome, where=concerned), *policy.rules))
+
+
+def _added(
+    func: Callable[..., Any], args: Sequence[Any], policy: Policy
+) -> list[tuple[Operation, float]]:
+    """The operations that add error, and how much."""
+    if policy.recipe is not None and policy.recipe.needs_state:
+        return []
+    report = compare(func, policy, sites="ops", gradients=False)(*args)
+    return [(Operation(s.site.op, s.site.scope, {}, (), ()), s.added) for s in report.worst]
+
+
+def _promising(
+    units: Sequence[PrecisionRule], added: Sequence[tuple[Operation, float]]
+) -> tuple[PrecisionRule, ...]:
+    """Rules in the order of the error that is added where they are, most first."""
+
+    def promise(rule: PrecisionRule) -> float:
+        return max((error for one, error in added if rule.matches(one)), default=0.0)
+
+    # Equals stay in their order: the innermost scopes first.
+    return tuple(sorted(units, key=lambda rule: -promise(rule)))
+
+
+def _impossible(error: float, tolerance: float) -> str:
+    got = "not finite" if math.isinf(error) else f"{error:.2g}"
+    return (
+        f"required an error of at most {tolerance:g}; with all candidates taken out of few bits it "
+        f"is {got}. Allow a larger tolerance, or look at the function in float32: "
+        "`debug.first_nonfinite` says where it is not finite."
+    )
+
+
+T = TypeVar("T")
+
+# Up to so many, each is left out in turn: bisection would not take fewer trials if half are needed.
+_FEW = 16
+
+
+def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """A subset that is enough, and of which nothing can be left out.
+
+    That is so if more is never worse: whatever contains a set that is enough is enough. The last
+    member of the shortest beginning of the list that is enough must be in the set; so one member
+    after the other is found by bisection. For `m` members of `n` items that takes about
+    `m * log2(n)` trials, and fewer if the members come early in the list.
+
+    Args:
+        items: All of them together are enough.
+        is_enough: Whether some of them are.
+    """
+    if len(items) <= _FEW:
+        return _without_needless(items, is_enough)
+    found: tuple[T, ...] = ()
+    pool = tuple(items)
+    while not is_enough(found):
+        count = _shortest(pool, found, is_enough)
+        found, pool = (*found, pool[count - 1]), pool[: count - 1]
+    # As they are in the list.
+    return tuple(item for item in items if item in found)
+
+
+def _without_needless(
+    items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]
+) -> tuple[T, ...]:
+    if is_enough(()):
+        return ()
+    kept = tuple(items)
+    for item in reversed(items):
+        rest = tuple(other for other in kept if other != item)
+        if rest and is_enough(rest):
+            kept = rest
+    return kept
+
+
+def _shortest(
+    pool: Sequence[T], found: tuple[T, ...], is_enough: Callable[[tuple[T, ...]], bool]
+) -> int:
+    """How many of a pool are enough at least, beside what was found; none of them are not."""
+    low, high, guess = 0, len(pool), 1
+    # Items are listed by promise: short beginnings first.
+    while guess < len(pool) and guess <= _FEW:
+        if is_enough((*found, *pool[:guess])):
+            high = guess
+            break
+        low, guess = guess, 4 * guess
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_enough((*found, *pool[:middle])):
+            high = middle
+        else:
+            low = middle
+    return high

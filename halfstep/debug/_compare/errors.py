@@ -1,0 +1,89 @@
+"""How much error a site adds to what it is made of, in the turn of a loop in which it adds most."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from halfstep.debug._compare.distance import distance, was_computed
+from halfstep.debug._instrument.ancestors import ANY, Parents, Turns
+from halfstep.debug._instrument.layout import Layout
+
+
+def gain(error: float, before: float) -> float:
+    """How much error is new. What is off by all that it is cannot lose more: not even as a NaN."""
+    return max(min(error, 1.0) - min(before, 1.0), 0.0)
+
+
+class Added(NamedTuple):
+    """What is known of a site beside its own error."""
+
+    before: float
+    """The largest error among what it is made of; in a loop, in the turn below."""
+    turns: tuple[float, ...] = ()
+    """Of a site in a loop, the error in each turn that computed it."""
+    turn: int | None = None
+    """In which of them it adds the most."""
+
+
+class Errors:
+    """The errors of all sites at all times."""
+
+    def __init__(self, layout: Layout, rows: Sequence[np.ndarray]) -> None:
+        self._layout, self._rows = layout, rows
+        self._parents = Parents(layout)
+        self._backwards = [self._parents.runs_backwards(body) for body, _ in layout.owners]
+
+    def added(self, number: int) -> Added:
+        """What a site adds."""
+        row, loops = self._rows[number], len(self._layout.sites[number].loops)
+        if row.ndim == 1:
+            return Added(self._before(number, (0.0,) * loops))
+        flat = row.reshape(-1, row.shape[-1])
+        places = [place for place, one in enumerate(flat) if was_computed(one)]
+        errors = [distance(flat[place]).error for place in places]
+        if row.ndim - 1 != loops:
+            # Turns of a `while` are one row: which of them it was is not known.
+            before, best = self._before(number, (0.0,) * loops), int(np.argmax(errors))
+            return Added(before, tuple(errors), best)
+        times = [
+            self._turns(number, [int(at) for at in np.unravel_index(place, row.shape[:-1])])
+            for place in places
+        ]
+        before, best, most, highest = 0.0, 0, -1.0, -1.0
+        # Error that has been there before is carried on: only where it rises may it be new.
+        for at in sorted(range(len(places)), key=times.__getitem__):
+            if errors[at] <= highest:
+                continue
+            highest = errors[at]
+            given = self._before(number, times[at])
+            if gain(highest, given) > most:
+                before, best, most = given, at, gain(highest, given)
+        return Added(before, tuple(errors), best)
+
+    def _turns(self, number: int, index: Sequence[int]) -> Turns:
+        """Positions among the rows as turns in the order in which they run, and back."""
+        sizes, flips = self._rows[number].shape[:-1], self._backwards[number]
+        return tuple(
+            float(size - 1 - at if flip else at)
+            for at, size, flip in zip(index, sizes, flips, strict=True)
+        )
+
+    def _before(self, number: int, turns: Turns) -> float:
+        found = [
+            self._error(value, at)
+            for value, at in self._parents.of_site(number, turns)
+            if isinstance(value, int) and (value, at) != (number, turns)
+        ]
+        return max(found, default=0.0)
+
+    def _error(self, number: int, turns: Turns) -> float:
+        """The error of a site at a time; over all turns where they are not apart."""
+        row = self._rows[number]
+        if row.ndim > 1 and row.ndim - 1 == len(turns):
+            sizes = row.shape[:-1]
+            last = [
+                size - 1 if at == ANY else int(at) for at, size in zip(turns, sizes, strict=True)
+            ]
+            row = row[tuple(int(at) for at in self._turns(number, last))]
+        return distance(row).error

@@ -1,0 +1,177 @@
+"""How far a policy is from float32, on some batches, also in its gradients."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from halfstep._autocast import Plan, decided, rewritten, settings_of, trace
+from halfstep._base import path_string
+from halfstep._policy import Policy, as_policy
+from halfstep._program import Graph
+from halfstep._training import NoLossScaling, StaticLossScaling, filter_value_and_grad
+from halfstep.debug._compare.distance import distance, sums
+from halfstep.debug._instrument.trace import Compiled
+
+Measure = Callable[[Policy], float]
+"""The error of a policy, as a share."""
+
+
+class Trials:
+    """Measures policies, and remembers what it has measured.
+
+    Args:
+        func: A loss, or any other function.
+        batches: Arguments that it is called with.
+        has_aux: Whether a loss returns something else as well.
+        measure: What is measured, if it is not the error of loss and gradients.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        batches: Sequence[Sequence[Any]],
+        *,
+        has_aux: bool,
+        measure: Measure | None,
+    ):
+        self._func, self._batches, self._has_aux = func, batches, has_aux
+        self._measure = measure or self._error
+        self._known: dict[Hashable, float] = {}
+        self._exact: list[Any] | None = None
+        self.compiles = 0
+
+    def plan(self, policy: Policy) -> Plan:
+        """How the function would run."""
+        settings = settings_of(policy)
+        args, kwargs = self._batches[0], {}
+        call = trace(self._func, settings, args, kwargs, params=(0,), keep=policy.keep)
+        return call.plan
+
+    def without_idle_rules(self, policy: Policy) -> Policy:
+        """A policy without the rules that decide nothing in the function."""
+        return _active(policy, self.plan(policy))
+
+    def error(self, policy: Policy) -> float:
+        """The error of a policy, as a share."""
+        plan = self.plan(policy)
+        key = _signature(plan)
+        if key not in self._known:
+            self.compiles += 1
+            found = float(self._measure(_active(policy, plan)))
+            self._known[key] = found if np.isfinite(found) else float("inf")
+        return self._known[key]
+
+    def _error(self, policy: Policy) -> float:
+        if self._exact is None:
+            self.compiles += 1
+            exact = Compiled(self._function(as_policy("f32")))
+            self._exact = [exact(*batch) for batch in self._batches]
+            _check_finite(self._exact)
+        low = Compiled(self._function(policy))
+        found = [
+            _apart(low(*batch), exact)
+            for batch, exact in zip(self._batches, self._exact, strict=True)
+        ]
+        return max(found)
+
+    def _function(self, policy: Policy) -> Callable[..., Any]:
+        """What is compared: loss and gradients, or what the function returns."""
+        if not is_loss(self.plan(policy).graph, self._has_aux):
+            settings = settings_of(policy)
+            return rewritten(self._func, settings, params=(0,), keep=policy.keep)
+        recipe, state = policy.recipe, None
+        if recipe is not None and recipe.needs_state:
+            key = {"key": jax.random.key(0)} if recipe.is_random else {}
+            state = recipe.init(self._func, *self._batches[0], policy=policy, **key)
+        return gradients_of(self._func, policy, state, has_aux=self._has_aux)
+
+
+def _check_finite(exact: Sequence[Any]) -> None:
+    for number, made in enumerate(exact):
+        arrays = jax.tree.leaves(eqx.filter(made, eqx.is_inexact_array))
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise ValueError(
+                f"the function is not finite in float32 for batch {number}: there is nothing to "
+                "compare with. Ask `debug.first_nonfinite` where it begins."
+            )
+
+
+def _apart(low: Any, exact: Any) -> float:
+    """The largest error: of a loss, of all gradients together, or of any array."""
+    if hasattr(exact, "gradients"):
+        pairs = [[(low.value, exact.value)]]
+        pairs.append([(low.gradients[path], value) for path, value in exact.gradients.items()])
+    else:
+        results = [jax.tree.leaves(eqx.filter(x, eqx.is_inexact_array)) for x in (low, exact)]
+        pairs = [[pair] for pair in zip(*results, strict=True)]
+    return max(distance([_row(*pair) for pair in together]).error for together in pairs)
+
+
+@jax.jit
+def _row(low: jax.Array, exact: jax.Array) -> jax.Array:
+    return sums(jnp.asarray(low), jnp.asarray(exact))
+
+
+def _active(policy: Policy, plan: Plan) -> Policy:
+    used = {owner.decisions[index].by for owner, index in decided(plan)}
+    return policy.replace(rules=[rule for rule in policy.rules if str(rule) in used])
+
+
+def _signature(plan: Plan) -> Hashable:
+    """What two policies have in common if the function runs the same way in both."""
+    return tuple(
+        (one.rule, one.dtype, one.outs, one.site is not None, one.inner is None)
+        for owner, index in decided(plan)
+        for one in [owner.decisions[index]]
+    )
+
+
+class Gradients(NamedTuple):
+    """A loss, and its gradients by path."""
+
+    value: jax.Array
+    gradients: dict[str, jax.Array]
+
+
+def is_loss(graph: Graph, has_aux: bool) -> bool:
+    """Whether a function returns one number, of which there is a gradient."""
+    outs = [graph.aval(out) for out in graph.outputs]
+    alone = len(outs) == 1 or (has_aux and outs)
+    return bool(alone) and outs[0].shape == () and jnp.issubdtype(outs[0].dtype, jnp.floating)
+
+
+def scaling_for(policy: Policy, scaling: Any) -> Any:
+    """A loss scaling, if the user gives none."""
+    if scaling is not None:
+        return scaling
+    is_narrow = policy.compute == np.dtype(np.float16)
+    return StaticLossScaling(2.0**15) if is_narrow else NoLossScaling()
+
+
+def gradients_of(
+    func: Callable[..., Any], policy: Policy, scaling: Any, *, has_aux: bool
+) -> Callable[..., Gradients]:
+    """A function of a loss's arguments that returns its value and its gradients.
+
+    Args:
+        func: The loss.
+        policy: In which it is computed.
+        scaling: A loss scaling, or the state of the policy's recipe.
+        has_aux: Whether the loss returns something else as well.
+    """
+    transform = filter_value_and_grad(
+        func, scaling_for(policy, scaling), policy=policy, has_aux=has_aux
+    )
+
+    def made(*args: Any, **kwargs: Any) -> Gradients:
+        value, _, _, grads = transform(*args, **kwargs)
+        leaves, _ = jtu.tree_flatten_with_path(eqx.filter(grads, eqx.is_inexact_array))
+        named = {path_string(path) or "params": leaf for path, leaf in leaves}
+        return Gradients(value[0] if has_aux else value, named)
+
+    return made

@@ -1,0 +1,178 @@
+"""Which recorded values a value is made of, through loops, branches and calls."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from halfstep._program import Constant, Operand, Scan
+from halfstep.debug._instrument.body import Body
+from halfstep.debug._instrument.layout import Layout
+
+Turns = tuple[float, ...]
+"""A turn of each loop around a value, in the order in which they run; infinite: the last one."""
+ANY = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A value at a time."""
+
+    body: Body
+    operand: Operand
+    turns: Turns
+
+
+class Parents:
+    """Finds the recorded values that others are made of."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._outer: dict[Body, tuple[Body, int]] = {}
+        self._link(layout.body)
+
+    def _link(self, body: Body) -> None:
+        for index, bodies in body.inner.items():
+            for inner in bodies:
+                self._outer[inner] = (body, index)
+                self._link(inner)
+
+    def runs_backwards(self, body: Body) -> tuple[bool, ...]:
+        """Of the loops around a function, outermost first, whether the last turn runs first."""
+        if body not in self._outer:
+            return ()
+        outer, index = self._outer[body]
+        structure = outer.graph.nodes[index].structure
+        is_reversed = isinstance(structure, Scan) and structure.reverse
+        own = (is_reversed,) if _is_loop(body) else ()
+        return (*self.runs_backwards(outer), *own)
+
+    def of_outputs(self) -> Iterator[tuple[int | Constant, Turns]]:
+        """What the program returns."""
+        body = self._layout.body
+        for operand in body.graph.outputs:
+            yield from self._resolve(Moment(body, operand, ()), set())
+
+    def of_site(self, row: int, turns: Turns) -> Iterator[tuple[int | Constant, Turns]]:
+        """What a site is made of: rows, and constants that are not finite."""
+        body, number = self._layout.owners[row]
+        maker = body.graph.maker(number)
+        seen: set[Any] = set()
+        if maker is None:
+            yield from self._of_input(Moment(body, number, turns), seen)
+            return
+        for operand in body.graph.nodes[maker].ins:
+            yield from self._resolve(Moment(body, operand, turns), seen)
+
+    def operands(self, row: int, turns: Turns) -> list[int | Constant]:
+        """What the operation that makes a site is given: the nearest row, or a constant."""
+        body, number = self._layout.owners[row]
+        maker = body.graph.maker(number)
+        found: list[int | Constant] = []
+        for operand in () if maker is None else body.graph.nodes[maker].ins:
+            root = body.root(operand)
+            if isinstance(root, Constant):
+                found.append(root)
+                continue
+            found += [value for value, _ in self._resolve(Moment(body, root, turns), set())][:1]
+        return found
+
+    def between(self, row: int) -> list[str]:
+        """The operations of the same function that no row says anything of, up to a site."""
+        body, number = self._layout.owners[row]
+        found: dict[int, str] = {}
+        waiting: list[Operand] = [number]
+        while waiting:
+            maker = body.graph.maker(waiting.pop())
+            if maker is None or maker in found:
+                continue
+            node = body.graph.nodes[maker]
+            if all(isinstance(operand, Constant) for operand in node.ins):
+                continue
+            found[maker] = node.name
+            waiting += [o for o in node.ins if self._is_unknown(body, body.root(o))]
+        names = [name for index, name in sorted(found.items()) if not body.is_move(index)]
+        return list(dict.fromkeys(names))
+
+    def _is_unknown(self, body: Body, operand: Operand) -> bool:
+        return not isinstance(operand, Constant) and self._layout.row(body, operand) is None
+
+    def is_checked(self, row: int) -> bool:
+        """Whether a value is compared, or asked whether it is finite."""
+        body, number = self._layout.owners[row]
+        for index, node in enumerate(body.graph.nodes):
+            if body.is_move(index):
+                continue
+            takes = any(body.root(operand) == number for operand in node.ins)
+            avals = [body.graph.avals[out] for out in node.outs]
+            if takes and not any(np.issubdtype(_kind(aval), np.inexact) for aval in avals):
+                return True
+        return False
+
+    def _resolve(self, moment: Moment, seen: set[Any]) -> Iterator[tuple[int | Constant, Turns]]:
+        body, turns = moment.body, moment.turns
+        operand = body.root(moment.operand)
+        if isinstance(operand, Constant):
+            if _is_bad(operand.value):
+                yield operand, turns
+            return
+        if (body, operand, turns) in seen:
+            return
+        seen.add((body, operand, turns))
+        row = self._layout.row(body, operand)
+        if row is not None:
+            yield row, turns
+            return
+        index = body.graph.maker(operand)
+        if index is None:
+            yield from self._of_input(Moment(body, operand, turns), seen)
+        elif index in body.inner:
+            position = body.graph.nodes[index].outs.index(operand)
+            for inner in body.inner[index]:
+                inside = (*turns, ANY) if _is_loop(inner) else turns
+                out = inner.graph.outputs[position]
+                yield from self._resolve(Moment(inner, out, inside), seen)
+        else:
+            for other in body.graph.nodes[index].ins:
+                yield from self._resolve(Moment(body, other, turns), seen)
+
+    def _of_input(self, moment: Moment, seen: set[Any]) -> Iterator[tuple[int | Constant, Turns]]:
+        """What an input of a function is, outside of it or in the turn before."""
+        body, turns = moment.body, moment.turns
+        if body not in self._outer or moment.operand not in body.graph.inputs:
+            return
+        outer, index = self._outer[body]
+        called, position = body.called, body.graph.inputs.index(moment.operand)
+        if called is None or called.operands is None:
+            return
+        operand = outer.graph.nodes[index].ins[called.operands[position]]
+        if not called.is_loop:
+            yield from self._resolve(Moment(outer, operand, turns), seen)
+            return
+        turn = turns[-1]
+        is_carried = position in called.carried
+        if is_carried and turn > 0:
+            result = body.graph.outputs[called.carried.index(position)]
+            before = Moment(body, result, (*turns[:-1], turn - 1))
+            yield from self._resolve(before, seen)
+        if not is_carried or turn <= 0 or turn == ANY:
+            yield from self._resolve(Moment(outer, operand, turns[:-1]), seen)
+
+
+def _is_loop(body: Body) -> bool:
+    return body.called is not None and body.called.is_loop
+
+
+def _kind(aval: Any) -> Any:
+    dtype = getattr(aval, "dtype", np.dtype(bool))
+    # Formats that NumPy does not know are of floating point all the same.
+    return np.float32 if getattr(dtype, "kind", "V") == "V" else dtype
+
+
+def _is_bad(value: Any) -> bool:
+    array = np.asarray(value)
+    if _kind(array) is np.float32:
+        array = array.astype(np.float32)
+    return array.dtype.kind in "fc" and not np.isfinite(array).all()

@@ -1,0 +1,326 @@
+"""A program and the functions inside of it, and which of their values are sites."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+
+from halfstep._base import NAME as SETTLE, closed
+from halfstep._explain import typed
+from halfstep._program import (
+    UNKNOWN,
+    Constant,
+    Finder,
+    Graph,
+    Inner,
+    Node,
+    Operand,
+    Source,
+    graph_of,
+    is_of_jax,
+)
+from halfstep.debug._instrument.site import Pass, Site
+from halfstep.debug._instrument.stats import is_recorded
+
+ARGUMENT = "argument"
+TURN_INPUT = "slice of a loop's input"
+RECOMPUTED = "rematted_computation"
+# What a value becomes in these is finite if and only if the value is, and as large.
+_MOVES = frozenset(
+    {
+        *("abs", "neg", "copy", "copy_p", "device_put", "name", "stop_gradient"),
+        *("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "tile", "transpose", "rev"),
+        *("dynamic_slice", "slice", "split", "optimization_barrier"),
+        *("mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"),
+        SETTLE,
+    }
+)
+
+Select = Callable[["Body"], frozenset[int]]
+"""Which values of a body are sites, by number."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Body:
+    """A traced function, where it is, and what is recorded of it."""
+
+    graph: Graph
+    within: tuple[str, ...]
+    loops: tuple[str, ...]
+    stages: tuple[Pass, ...]
+    """Of each operation."""
+    stacks: tuple[str, ...]
+    """The name stack of each operation, from the outermost function on."""
+    lines: tuple[Source, ...]
+    """Of each operation."""
+    inner: Mapping[int, tuple["Body", ...]]
+    """The functions inside of operations, by the operation's number."""
+    turn_inputs: frozenset[int] = frozenset()
+    """Inputs that are another slice in every turn of a loop."""
+    called: Inner | None = None
+    """How the operation calls the function; `None` for the outermost one."""
+    paths: tuple[str, ...] = ()
+    """Of the outermost function: where in the call each input is."""
+    carried: frozenset[int] = frozenset()
+    """Of the outermost function: inputs whose successors it returns, by position."""
+
+    def root(self, operand: Operand) -> Operand:
+        """The value that an operand is moved from."""
+        while not isinstance(operand, Constant):
+            maker = self.graph.maker(operand)
+            if maker is None or self.graph.nodes[maker].name not in _MOVES:
+                break
+            node = self.graph.nodes[maker]
+            paired = len(node.ins) == len(node.outs)
+            operand = node.ins[node.outs.index(operand) if paired else 0]
+        return operand
+
+    def is_move(self, index: int) -> bool:
+        """Whether an operation only moves a value."""
+        return self.graph.nodes[index].name in _MOVES
+
+    def live(self) -> frozenset[int]:
+        """The operations that are made of what is given, and are used or have effects."""
+        return self._used() - self._constant()
+
+    def _constant(self) -> frozenset[int]:
+        known: set[int] = set()
+        found = set()
+        for index, node in enumerate(self.graph.nodes):
+            if node.ins and all(isinstance(o, Constant) or o in known for o in node.ins):
+                found.add(index)
+                known.update(node.outs)
+        return frozenset(found)
+
+    def _used(self) -> frozenset[int]:
+        needed = {o for o in self.graph.outputs if not isinstance(o, Constant)}
+        found = set()
+        for index in range(len(self.graph.nodes) - 1, -1, -1):
+            node = self.graph.nodes[index]
+            if node.effects or not needed.isdisjoint(node.outs):
+                found.add(index)
+                needed.update(o for o in node.ins if not isinstance(o, Constant))
+        return frozenset(found)
+
+
+def body_of(function: Any, paths: Sequence[str], carried: frozenset[int]) -> Body:
+    """A traced function and all that is in it."""
+    function = closed(function)
+    around = _Around(for_backward=(False,) * len(function.jaxpr.outvars))
+    return _body(function, around, Finder(), paths=tuple(paths), carried=carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What is known of a function from where it is called."""
+
+    scope: str = ""
+    stack: str = ""
+    stage: Pass = "forward"
+    for_backward: tuple[bool, ...] = ()
+    """Of each result: whether only the backward pass uses it."""
+    within: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()
+    line: Source | None = None
+
+
+def _body(function: Any, around: _Around, finder: Finder, **known: Any) -> Body:
+    graph = graph_of(function, around.scope)
+    stacks = tuple(f"{around.stack}/{node.source.name_stack}" for node in graph.nodes)
+    lines = tuple(around.line or finder.find(node.source.traceback) for node in graph.nodes)
+    stages, for_backward = _stages(graph, stacks, around)
+    inner = {}
+    for index, node in enumerate(graph.nodes):
+        if is_looked_into(node):
+            found = _Around(
+                node.scope,
+                stacks[index],
+                stages[index],
+                tuple(number in for_backward for number in node.outs),
+                around.within,
+                around.loops,
+            )
+            inner[index] = tuple(_inside(node, found, lines[index], finder))
+    return Body(
+        graph,
+        around.within,
+        around.loops,
+        stages,
+        stacks,
+        lines,
+        MappingProxyType(inner),
+        **known,
+    )
+
+
+def _inside(node: Node, around: _Around, line: Source, finder: Finder) -> Iterator[Body]:
+    structure = node.structure
+    for inner in () if structure is None else structure.inner():
+        # Of a loop's test only the answer is used.
+        if not inner.is_test:
+            where = dataclasses.replace(
+                around,
+                within=(*around.within, inner.label),
+                loops=(*around.loops, inner.label) if inner.is_loop else around.loops,
+                # JAX's own functions (relu): where they are called.
+                line=line if is_of_jax(inner.function.jaxpr) else None,
+            )
+            sliced = frozenset(inner.sliced)
+            yield _body(inner.function, where, finder, turn_inputs=sliced, called=inner)
+
+
+def is_looked_into(node: Node) -> bool:
+    """Whether values inside an operation can be recorded."""
+    return node.structure is not None and not node.structure.is_opaque
+
+
+def _stages(
+    graph: Graph, stacks: Sequence[str], around: _Around
+) -> tuple[tuple[Pass, ...], set[int]]:
+    """Which pass each operation is of, and which values only the backward pass uses."""
+    known: list[Pass | None] = [_written_stage(stack) for stack in stacks]
+    before = _made_into(graph, [stage is not None for stage in known])
+    found: list[Pass] = []
+    after: set[int] = set()
+    for index, (node, stage) in enumerate(zip(graph.nodes, known, strict=True)):
+        if stage is None:
+            late = any(not isinstance(o, Constant) and o in after for o in node.ins)
+            beside = "backward" in known and index not in before
+            stage: Pass | None = "update" if late or beside else around.stage
+        if stage != "forward":
+            after.update(node.outs)
+        found.append(stage)
+    # What the forward pass computes for nothing but the backward pass is a derivative's factor.
+    only = {
+        out
+        for out, alone in zip(graph.outputs, around.for_backward, strict=True)
+        if alone and not isinstance(out, Constant)
+    }
+    others = {
+        out
+        for out, alone in zip(graph.outputs, around.for_backward, strict=True)
+        if not alone and not isinstance(out, Constant)
+    }
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[index]
+        used = [number for number in node.outs if number in only or number in others]
+        is_factor = bool(used) and others.isdisjoint(used)
+        if is_factor and found[index] == "forward" and not is_looked_into(node):
+            found[index] = "backward"
+        users = only if found[index] == "backward" else others
+        users.update(o for o in node.ins if not isinstance(o, Constant))
+    return tuple(found), only - others
+
+
+def _written_stage(stack: str) -> Pass | None:
+    """The pass of an operation, as JAX writes it into the name stack; `None` outside of both."""
+    if RECOMPUTED in stack:
+        return "forward"
+    if "transpose(" in stack:
+        return "backward"
+    return "forward" if "jvp(" in stack else None
+
+
+def _made_into(graph: Graph, marked: Sequence[bool]) -> frozenset[int]:
+    """The operations that are marked, and all whose results go into one."""
+    needed: set[int] = set()
+    found = set()
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[index]
+        if marked[index] or not needed.isdisjoint(node.outs):
+            found.add(index)
+            needed.update(o for o in node.ins if not isinstance(o, Constant))
+    return frozenset(found)
+
+
+# Sites.
+
+
+def every_operation(body: Body) -> frozenset[int]:
+    """All that is computed, all that is given, and what each turn of a loop is given."""
+    live = body.live()
+    found = {
+        number
+        for index in live
+        if index not in body.inner and not body.is_move(index)
+        for number in body.graph.nodes[index].outs
+    }
+    if body.within:
+        found |= {body.graph.inputs[position] for position in body.turn_inputs}
+    else:
+        found |= set(body.graph.inputs)
+    return _recordable(body, found)
+
+
+def between_lines(body: Body) -> frozenset[int]:
+    """What is handed from one line of the user's code or one named scope to another.
+
+    Of the update, what is returned; of the arguments, those whose successors are not.
+    """
+    graph = body.graph
+    found: set[int] = set()
+    if not body.within:
+        found |= {n for at, n in enumerate(graph.inputs) if at not in body.carried}
+
+    def group(index: int) -> Any:
+        node = graph.nodes[index]
+        alone = index if index in body.inner else None
+        return node.scope, body.lines[index], body.stages[index], alone
+
+    live = body.live()
+
+    def hand_on(operand: Operand, user: Any) -> None:
+        root = body.root(operand)
+        maker = graph.maker(root)
+        while maker is not None and _widens(graph, maker):
+            root = body.root(graph.nodes[maker].ins[0])
+            maker = graph.maker(root)
+        if maker in live and maker not in body.inner and group(maker) != user:
+            found.add(root)  # pyright: ignore[reportArgumentType]
+
+    for index in live:
+        if not body.is_move(index) and body.stages[index] != "update":
+            for operand in graph.nodes[index].ins:
+                hand_on(operand, group(index))
+    for operand in graph.outputs:
+        hand_on(operand, None)
+    return _recordable(body, found)
+
+
+def _widens(graph: Graph, index: int) -> bool:
+    """Whether an operation is a cast in which nothing overflows."""
+    node = graph.nodes[index]
+    if node.name != "convert_element_type":
+        return False
+    before, after = graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype
+    if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+        return False
+    return float(jnp.finfo(after).max) * 1.01 >= float(jnp.finfo(before).max)
+
+
+def _recordable(body: Body, numbers: set[int]) -> frozenset[int]:
+    return frozenset(n for n in numbers if is_recorded(body.graph.avals[n]))
+
+
+def site_of(body: Body, number: int) -> Site:
+    """What is known of a value."""
+    maker, aval = body.graph.maker(number), body.graph.avals[number]
+    if maker is None:
+        position = body.graph.inputs.index(number)
+        path = body.paths[position] if body.paths else ""
+        op = ARGUMENT if body.paths else TURN_INPUT
+        stage: Pass = body.stages[0] if body.stages and not body.paths else "forward"
+        return Site(op, UNKNOWN, "", stage, False, body.within, body.loops, typed(aval), path)
+    node = body.graph.nodes[maker]
+    return Site(
+        node.name,
+        body.lines[maker],
+        "/".join(part for part in node.scope.split("/") if part != RECOMPUTED),
+        body.stages[maker],
+        RECOMPUTED in body.stacks[maker],
+        body.within,
+        body.loops,
+        typed(aval),
+    )

@@ -1,0 +1,278 @@
+"""What is recorded of a value: a row of numbers, and the range that they say."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Column(IntEnum):
+    """The numbers of a row, by position."""
+
+    ABSMAX = 0
+    """The largest magnitude; infinite or NaN if any element is. -1 where nothing was computed."""
+    SMALLEST = 1
+    """The smallest magnitude that is not zero; infinite if all elements are zero."""
+    BAD = 2
+    """How many elements are not finite."""
+    BELOW = 3
+    """The share of elements that are not zero and below the compute dtype's smallest normal."""
+    ABOVE = 4
+    """The share of finite elements above the compute dtype's largest."""
+    LOW = 5
+    """The smallest element that is finite; NaN if that was not asked for."""
+    HIGH = 6
+    """The largest element that is finite; NaN if that was not asked for."""
+    ZEROS = 7
+    """How many elements are zero; NaN if that was not asked for."""
+    SHARD = 8
+    """The first shard of a `shard_map` with elements that are not finite; else -1."""
+    TURN = 9
+    """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
+
+
+_PARTS = 8
+
+EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
+
+
+def is_recorded(aval: Any) -> bool:
+    """Whether a value has anything to record: it is of floating point, or complex."""
+    dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
+    return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> list[Any]:
+    """The numbers of one value, up to the columns that say where it is.
+
+    Args:
+        value: Any array of floating point.
+        compute: The dtype whose range the numbers are compared with.
+        detail: Whether to look for the range and for zeros, too.
+    """
+    value = _real(value)
+    dtype = value.dtype
+    # As integers, magnitudes keep their order and NaN is above infinity: one maximum says all. It
+    # reads what is stored, for XLA must not look at a wider number that was there before.
+    bits, infinite = _magnitude(value), _bits_of(np.inf, dtype)
+    low, high = _limits(dtype, compute)
+    counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
+    # One pass for all five: on a CPU, five passes take ten times as long.
+    given = (
+        bits,
+        jnp.where((bits > 0) & (bits < infinite), bits, infinite),
+        *(where.astype(jnp.int32) for where in counted),
+    )
+    start = (bits.dtype.type(0), infinite, *[np.int32(0)] * len(counted))
+    rows = _leading(bits.shape)
+    if 0 < rows < bits.ndim:
+        # What is reduced to one number runs on one core of a CPU.
+        given = jax.lax.reduce(given, start, _both, tuple(range(rows, bits.ndim)))
+    largest, smallest, *counts = jax.lax.reduce(given, start, _both, tuple(range(given[0].ndim)))
+    bad, below, above = (count.astype(jnp.float32) for count in counts)
+    share = np.float32(1 / bits.size)
+    made = [_number(largest, dtype), _number(smallest, dtype), bad, below * share, above * share]
+    return [*made, *(_detail(value, bits) if detail else [np.float32(np.nan)] * 3)]
+
+
+def _both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
+    """The numbers of two parts as one."""
+    counts = (x + y for x, y in zip(one[2:], other[2:], strict=True))
+    return (jnp.maximum(one[0], other[0]), jnp.minimum(one[1], other[1]), *counts)
+
+
+def _leading(shape: Sequence[int]) -> int:
+    """How many of the first axes have enough elements for all cores."""
+    size = 1
+    for number, length in enumerate(shape):
+        if size >= _PARTS:
+            return number
+        size *= length
+    return len(shape)
+
+
+def as_rows(values: Sequence[Sequence[Any]], loops: int) -> jax.Array:
+    """The numbers of some values as rows, with a column for each of so many loops."""
+    if not values:
+        return empty(0, loops)
+    columns = [jnp.stack(column) for column in zip(*values, strict=True)]
+    nowhere = jnp.full(len(values), -1, jnp.float32)
+    return jnp.stack([*columns, *[nowhere] * (1 + loops)], axis=1)
+
+
+def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:
+    finite = jnp.isfinite(value)
+    low = jnp.min(jnp.where(finite, value, np.asarray(np.inf, value.dtype)))
+    high = jnp.max(jnp.where(finite, value, np.asarray(-np.inf, value.dtype)))
+    zeros = jnp.sum(bits == 0, dtype=jnp.float32)
+    return [low.astype(jnp.float32), high.astype(jnp.float32), zeros]
+
+
+def empty(sites: int, loops: int) -> jax.Array:
+    """The rows of what was not computed."""
+    # Written out, number by number: what is computed again may not have constants of its own.
+    columns = [jnp.full((sites, 1), number, jnp.float32) for number in EMPTY + (-1.0,) * loops]
+    return jnp.concatenate(columns, axis=1)
+
+
+def combined(rows: jax.Array, where: Column | int) -> jax.Array:
+    """The rows of all turns or shards as one: `[n, sites, columns]` to `[sites, columns]`.
+
+    Of a value that is not finite, the first turn with it counts. The columns of detail are those of
+    the first turn in which any value of the function is not finite, if there is one.
+
+    Args:
+        rows: At least one.
+        where: The column that says in which of the `n` the first elements are that are not finite.
+    """
+    bad = rows[:, :, Column.BAD] > 0
+    first = jnp.argmax(bad, axis=0)
+    found = jnp.where(bad.any(axis=0), first.astype(jnp.float32), np.float32(-1))
+    any_bad = bad.any(axis=1)
+    made = _merged(rows, bad, any_bad.any(), jnp.argmax(any_bad))
+    return made.at[:, where].set(found)
+
+
+def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -> jax.Array:
+    """The rows of a loop whose turns are not known beforehand, after one more."""
+    is_bad = now[:, Column.BAD] > 0
+    now = now.at[:, where].set(jnp.where(is_bad, turn.astype(jnp.float32), np.float32(-1)))
+    rows = jnp.stack([before, now])
+    bad = rows[:, :, Column.BAD] > 0
+    return _merged(rows, bad, bad.any(), jnp.where(bad[0].any(), 0, 1))
+
+
+def _merged(rows: jax.Array, bad: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
+    """Rows as one; those of detail are of a turn, if anything was bad in it."""
+    first = jnp.argmax(bad, axis=0)[None, :, None]
+    at_first = jnp.take_along_axis(rows, first, axis=0)[0]
+    ran = rows[:, :, Column.ABSMAX] != -1
+    times = jnp.maximum(jnp.sum(ran, axis=0, dtype=jnp.float32), np.float32(1))
+
+    def shares(column: Column) -> jax.Array:
+        return jnp.sum(rows[:, :, column], axis=0) / times
+
+    over_all = jnp.stack(
+        [
+            jnp.max(rows[:, :, Column.ABSMAX], axis=0),
+            jnp.min(rows[:, :, Column.SMALLEST], axis=0),
+            at_first[:, Column.BAD],
+            shares(Column.BELOW),
+            shares(Column.ABOVE),
+            jnp.min(rows[:, :, Column.LOW], axis=0),
+            jnp.max(rows[:, :, Column.HIGH], axis=0),
+            jnp.sum(rows[:, :, Column.ZEROS], axis=0),
+        ],
+        axis=1,
+    )
+    magnitude = jnp.where(
+        at_first[:, Column.BAD] > 0, at_first[:, Column.ABSMAX], over_all[:, Column.ABSMAX]
+    )
+    own = over_all.at[:, Column.ABSMAX].set(magnitude)
+    detail = slice(Column.LOW, Column.SHARD)
+    own = own.at[:, detail].set(jnp.where(any_bad, rows[turn][:, detail], own[:, detail]))
+    return jnp.concatenate([own, at_first[:, Column.SHARD :]], axis=1)
+
+
+def _real(value: jax.Array) -> jax.Array:
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return jnp.stack([value.real, value.imag])
+    # Formats of 8 and 4 bits have no infinity, or none where the others have it.
+    return value.astype(jnp.float32) if value.dtype.itemsize < 2 else value
+
+
+def _integer(dtype: np.dtype) -> Any:
+    return {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[dtype.itemsize]
+
+
+def _magnitude(value: jax.Array) -> jax.Array:
+    integer = _integer(value.dtype)
+    mask = np.array(-1, f"i{value.dtype.itemsize}").view(integer) >> np.array(1, integer)
+    return jax.lax.bitcast_convert_type(value, integer) & mask
+
+
+def _bits_of(number: float, dtype: np.dtype) -> np.ndarray:
+    return np.asarray(number, dtype).view(_integer(dtype))
+
+
+def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    value = jax.lax.bitcast_convert_type(bits, dtype)
+    if dtype.itemsize == 8:
+        largest = np.asarray(np.finfo(np.float32).max, dtype)
+        value = jnp.where(jnp.isfinite(value), jnp.minimum(value, largest), value)
+    return value.astype(jnp.float32)
+
+
+def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The bits of the compute dtype's smallest normal number and of its largest."""
+    largest = float(jnp.finfo(compute).max)
+    with np.errstate(over="ignore"):
+        low, high = _bits_of(float(jnp.finfo(compute).tiny), dtype), _bits_of(largest, dtype)
+    # A dtype of fewer digits may have to round it up.
+    rounded_up = float(high.view(dtype)) > largest
+    return low, np.asarray(high - high.dtype.type(rounded_up))
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers of a value.
+
+    Attributes:
+        absmax: The largest magnitude; infinite or NaN if any element is.
+        smallest: The smallest magnitude that is not zero; infinite if all elements are zero.
+        bad: How many elements are not finite.
+        low: The smallest finite element; NaN if it was not recorded.
+        high: The largest finite element; NaN if it was not recorded.
+        zeros: How many elements are zero; NaN if it was not recorded.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        found = halfstep.debug.first_nonfinite(jnp.log, jnp.array([4.0, 0.0, 0.5]))
+        given = found.operands[0].range
+        assert (given.low, given.high, given.smallest) == (0, 4, 0.5)
+        assert given.zeros == 1 and given.bad == 0
+        ```
+    """
+
+    absmax: float
+    smallest: float
+    bad: int
+    low: float
+    high: float
+    zeros: float
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            parts = [f"magnitudes {self.smallest:.3g} to {self.absmax:.3g}"]
+        elif self.low > self.high:
+            parts = ["nothing finite"]
+        else:
+            parts = [f"{self.low:.3g} to {self.high:.3g}"]
+            if self.zeros:
+                parts.append(f"{self.zeros:.0f} zeros")
+            if math.isfinite(self.smallest):
+                parts.append(f"smallest magnitude {self.smallest:.3g}")
+        if self.bad:
+            parts.append(f"{self.bad} not finite")
+        return ", ".join(parts)
+
+
+def range_of(row: np.ndarray, *, finite: bool = False) -> Range:
+    """The numbers of a recorded value; of the time before it was not finite, if that is asked."""
+    largest = np.maximum(abs(row[Column.LOW]), abs(row[Column.HIGH]))
+    return Range(
+        float(largest if finite else row[Column.ABSMAX]),
+        float(row[Column.SMALLEST]),
+        0 if finite else int(row[Column.BAD]),
+        float(row[Column.LOW]),
+        float(row[Column.HIGH]),
+        float(row[Column.ZEROS]),
+    )

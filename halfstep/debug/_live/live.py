@@ -1,0 +1,302 @@
+"""`Live`: what a training loop shows while it runs."""
+
+import collections
+import math
+import operator
+import os
+import time
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+import jax
+
+from halfstep._base import Report
+from halfstep._training import Ledger, NoLossScaling
+from halfstep.debug._live import text as texts
+from halfstep.debug._live.history import History
+from halfstep.debug._live.plot import plot
+from halfstep.debug._live.read import Taken, check, take
+from halfstep.debug._live.shares import Shares, Sites, Worst
+from halfstep.debug._live.show import Display, Style, display
+from halfstep.debug._record.log import Log
+
+# So many updates may wait for the device. When there are more, it has that many steps to do, and
+# waiting for the first of them does not stall it.
+_WAITING = 128
+# Between two lines, in seconds: a terminal takes longer to write than a small step to run.
+_PAUSE = 0.1
+
+
+class Live(Report):
+    """A training loop's loss, loss scale, skips, underflow and overflow, while it runs.
+
+    `update` does not wait for the device: it keeps copies of the numbers, and reads them in a later
+    call, once they are computed. So the line is of a step or more before. The history takes
+    constant memory: beyond `points`, neighbors become one point, with their mean, lowest, highest
+    and last value.
+
+    Of several processes, only process 0 keeps, shows and writes anything; the others may call the
+    same.
+
+    Args:
+        style: `"tqdm"` or `"rich"`: a line of its own, which needs `halfstep[live]`. Without it,
+            nothing is shown; print `live.line`.
+        bar: A tqdm bar of yours: the line is written behind it.
+        every: Only steps that are a multiple of this are looked at.
+        points: How many points the history has at most.
+        name_above: In the line, the site that loses most is named if it loses more than this share
+            of its elements.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+        scaling, ledger = halfstep.DynamicLossScaling(2**15), halfstep.Ledger()
+        with halfstep.debug.Live() as live:
+            for step in range(10):
+                finite = step != 7
+                scaling, ledger = scaling.adjust(finite), ledger.record(finite)
+                loss = jnp.float32(2) / (step + 1)
+                live.update(step, loss=loss, scaling=scaling, ledger=ledger)
+        assert live.line == "loss 0.2 | scale 2^14 | skipped 1 (0 in a row)"
+        ```
+    """
+
+    def __init__(
+        self,
+        *,
+        style: Style | None = None,
+        bar: Any = None,
+        every: int = 1,
+        points: int = 2048,
+        name_above: float = 0.1,
+    ):
+        if every != int(every) or every < 1:
+            raise ValueError(f"`every` must be a whole number of steps, 1 or more; got {every}.")
+        self._every, self._name_above = int(every), name_above
+        self._history = History(points)
+        self._waiting: collections.deque[Taken] = collections.deque()
+        self._latest: dict[str, float] = {}
+        self._sites: Sites | None = None
+        self._shares: Shares | None = None
+        self._worst: dict[str, tuple[Worst, int]] = {}
+        self._is_first = jax.process_index() == 0
+        self._display: Display | None = display(style, bar) if self._is_first else None
+        self._shown = -math.inf
+
+    def __enter__(self) -> "Live":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an error, what still waits may never come.
+        self.close(wait=error is None)
+
+    @property
+    def step(self) -> int | None:
+        """The newest step that was read; `None` if there is none."""
+        return self._history.last if len(self._history) else None
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value of each number that was read: for TensorBoard, wandb and the like.
+
+        `loss`, `loss_scale`, `skipped`, `skipped_in_a_row`, `underflow` and `overflow`, as far as
+        `update` was given what they come from, and your own numbers. It waits for nothing.
+        """
+        return dict(self._latest)
+
+    @property
+    def line(self) -> str:
+        """The newest values on one line; empty if nothing was read. It waits for nothing."""
+        return texts.line(self._latest, self._shares, self._name_above)
+
+    def update(
+        self,
+        step: SupportsIndex,
+        *,
+        loss: Any = None,
+        scaling: Any = None,
+        ledger: Ledger | None = None,
+        log: Log | None = None,
+        **numbers: Any,
+    ) -> bool:
+        """Take what a step has returned, before the next step, and show what is computed by now.
+
+        It is called on the host, after each step. Arrays may be donated to the next step
+        afterwards. A step that is lower than the one before, after a restore, drops what came after
+        it.
+
+        Args:
+            step: The step's number, counted on the host.
+            loss: The loss.
+            scaling: The loss scaling.
+            ledger: The ledger: steps skipped.
+            log: The log of a recorded step: the shares of the elements of its forward and backward
+                pass that are below the compute dtype's smallest normal number but not zero, and
+                above its largest or not finite. Values of 16 bits or fewer count, or all if there
+                are none, by the size of one loop turn on one shard.
+            **numbers: Your own, such as `accuracy`. Without a `scaling` or a `ledger`, `loss_scale`
+                and `skipped` mean the same.
+
+        Returns:
+            Whether `latest` is of another step now.
+
+        Raises:
+            ValueError: If a number is an array with axes, was donated, or is not on process 0.
+        """
+        if isinstance(step, jax.Array):
+            raise TypeError(
+                "`step` must be a number on the host: count it with `enumerate`, since reading an "
+                "array would wait for the device"
+            )
+        number = operator.index(step)
+        if number % self._every:
+            return False
+        given = _numbers(loss, scaling, ledger)
+        made = {*given, *(() if log is None else (texts.UNDERFLOW, texts.OVERFLOW))}
+        if twice := made & numbers.keys():
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in sorted(twice))} is given twice: by name, and "
+                "by `scaling`, `ledger` or `log`. Name it otherwise."
+            )
+        if not self._is_first:
+            check({**given, **numbers}, log)
+            return False
+        sites = None if log is None else self._sites_of(log)
+        self._waiting.append(take(number, {**given, **numbers}, log, sites))
+        return self._read()
+
+    def flush(self) -> None:
+        """Wait for all that was given, read it, and show it."""
+        self._read(wait=True)
+        self._show(now=True)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Show the last line, and leave it there. A bar that was given stays open.
+
+        Args:
+            wait: Whether to wait for what is not computed yet.
+        """
+        if wait:
+            self.flush()
+        else:
+            self._read()
+            self._show(now=True)
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    def summary(self) -> str:
+        """The run so far, as a table. It waits for what was given."""
+        self.flush()
+        return texts.text(*self._parts())
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        self.flush()
+        return texts.html(*self._parts())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The history as plain values. It waits for what was given."""
+        self.flush()
+        worst = {
+            name: {"share": found.share, "step": step, "site": found.site.to_dict()}
+            for name, (found, step) in self._worst.items()
+        }
+        return {
+            "step": self.step,
+            "latest": dict(self._latest),
+            "worst": worst,
+            **self._history.to_dict(),
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The history as JSON; process 0 also writes it to a file if one is given. It waits."""
+        return super().to_json(path if self._is_first else None)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the history into a PNG: a panel for each kind of number. It waits.
+
+        Args:
+            path: The file. Needs `halfstep[plot]`.
+        """
+        self.flush()
+        if self._is_first:
+            plot(self._history, path)
+
+    def _parts(self) -> tuple[str, list[list[str]], list[str]]:
+        if not self._is_first:
+            return "only process 0 keeps the numbers", [], []
+        notes = [
+            texts.worst_line(name, *self._worst[name])
+            for name in (texts.UNDERFLOW, texts.OVERFLOW)
+            if name in self._worst
+        ]
+        return texts.headline(self._history), texts.rows(self._history, self._latest), notes
+
+    def _sites_of(self, log: Log) -> Sites:
+        if self._sites is None or self._sites.sites is not log.sites:
+            self._sites = Sites(log.sites)
+        return self._sites
+
+    def _read(self, *, wait: bool = False) -> bool:
+        """Read what is computed, the oldest first; whether there was any."""
+        found = False
+        while self._waiting:
+            taken = self._waiting[0]
+            if not (wait or len(self._waiting) > _WAITING or taken.is_ready()):
+                break
+            self._waiting.popleft()
+            self._keep(taken)
+            found = True
+        if found:
+            self._show()
+        return found
+
+    def _keep(self, taken: Taken) -> None:
+        numbers, shares = taken.read()
+        if shares is not None:
+            numbers |= {texts.UNDERFLOW: shares.underflow, texts.OVERFLOW: shares.overflow}
+            self._shares = shares
+            for name in (texts.UNDERFLOW, texts.OVERFLOW):
+                worst: Worst = getattr(shares, f"most_{name}")
+                before = self._worst.get(name)
+                if worst.share > (0 if before is None else before[0].share):
+                    self._worst[name] = worst, taken.step
+        self._history.add(taken.step, numbers)
+        self._latest |= numbers
+
+    def _show(self, *, now: bool = False) -> None:
+        if self._display is None or not (line := self.line):
+            return
+        moment = time.monotonic()
+        draw = now or moment - self._shown >= _PAUSE
+        if draw:
+            self._shown = moment
+        bad_loss = not math.isfinite(self._latest.get(texts.LOSS, 0.0))
+        alarm = bad_loss or self._latest.get(texts.IN_A_ROW, 0.0) > 0
+        self._display.show(line, alarm=alarm, draw=draw)
+
+
+def _numbers(loss: Any, scaling: Any, ledger: Ledger | None) -> dict[str, Any]:
+    """What comes from the training state, by name."""
+    found = {} if loss is None else {texts.LOSS: loss}
+    # That of a recipe has a loss scaling of its own.
+    if scaling is not None and not isinstance(getattr(scaling, "loss", scaling), NoLossScaling):
+        if not hasattr(scaling, "loss_scaling"):
+            raise TypeError(
+                "`scaling` must be a loss scaling, with an attribute `loss_scaling`; got "
+                f"{type(scaling).__name__}. Give a scale of your own as `loss_scale`."
+            )
+        found[texts.SCALE] = scaling.loss_scaling
+    if ledger is not None:
+        found |= {texts.SKIPPED: ledger.skipped, texts.IN_A_ROW: ledger.consecutive}
+    return found

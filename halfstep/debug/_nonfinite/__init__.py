@@ -1,0 +1,1 @@
+"""Where values that are not finite begin, and what to do about them."""

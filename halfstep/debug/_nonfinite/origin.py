@@ -1,0 +1,134 @@
+"""Where values that are not finite come from."""
+
+import dataclasses
+from collections.abc import Iterable
+from types import MappingProxyType
+
+import numpy as np
+
+from halfstep._program import Constant, Scan
+from halfstep.debug._instrument.ancestors import Parents, Turns
+from halfstep.debug._instrument.body import Body
+from halfstep.debug._instrument.layout import Layout
+from halfstep.debug._instrument.stats import Column
+
+_ORDER = MappingProxyType({"forward": 0, "backward": 1, "update": 2})
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where it began."""
+
+    row: int
+    """The first value that is not finite, of those that it began with."""
+    nan: int | None
+    """Where it became NaN, if it was infinite before."""
+    chain: tuple[int, ...]
+    """From there to what was seen of it: every value on one way."""
+    reaches: bool
+    """Whether anything that is not finite reaches a result, or a check of one."""
+
+
+def origin(layout: Layout, rows: np.ndarray) -> Origin | None:
+    """Where the values of one run that are not finite began, if there are any."""
+    bad = np.flatnonzero(rows[:, Column.BAD] > 0)
+    return _Search(layout, rows).find(bad.tolist()) if bad.size else None
+
+
+def turns_of(layout: Layout, rows: np.ndarray, row: int) -> tuple[int, ...]:
+    """The turn of each loop around a site in which it was first not finite."""
+    loops = len(layout.sites[row].loops)
+    return tuple(int(turn) for turn in rows[row, Column.TURN : Column.TURN + loops])
+
+
+class _Search:
+    def __init__(self, layout: Layout, rows: np.ndarray) -> None:
+        self.layout, self.rows = layout, rows
+        self.parents = Parents(layout)
+        self.nan = np.isnan(rows[:, Column.ABSMAX])
+        self.starts: dict[Body, tuple[tuple[int, int], ...]] = {}
+        self._place(layout.body, ())
+        self.found: dict[int, list[int]] = {}
+
+    def find(self, bad: list[int]) -> Origin | None:
+        returned = self._bad_rows(self.parents.of_outputs())
+        if returned:
+            return self._from(returned, reaches=True)
+        used = {parent for row in bad for parent in self._above(row)}
+        ends = [row for row in bad if row not in used]
+        checked = [row for row in ends if self.parents.is_checked(row)]
+        return self._from(checked or ends or bad, reaches=bool(checked))
+
+    def _from(self, ends: list[int], *, reaches: bool) -> Origin:
+        below: dict[int, int | None] = dict.fromkeys(ends)
+        waiting = list(ends)
+        while waiting:
+            row = waiting.pop()
+            for parent in self._above(row):
+                if parent not in below:
+                    below[parent] = row
+                    waiting.append(parent)
+        first = min((r for r in below if not self._above(r)), key=self._time, default=None)
+        if first is None:
+            # Every one has another before it: a loop hands them around.
+            first = min(below, key=self._time)
+        began = [r for r in below if self.nan[r] and not self.nan[self._above(r)].any()]
+        nan = min(began, key=self._time, default=None)
+        chain = [first]
+        while (after := below[chain[-1]]) is not None and after not in chain:
+            chain.append(after)
+        return Origin(first, None if nan == first else nan, tuple(chain), reaches)
+
+    def _above(self, row: int) -> list[int]:
+        """The values that are not finite which a value is made of."""
+        if row not in self.found:
+            made_of = self._bad_rows(self.parents.of_site(row, self._turns(row)))
+            self.found[row] = [parent for parent in made_of if parent != row]
+        return self.found[row]
+
+    def _bad_rows(self, values: Iterable[tuple[int | Constant, Turns]]) -> list[int]:
+        """Of values at a time, those that were not finite by then."""
+        return sorted(
+            {
+                row
+                for row, turns in values
+                if not isinstance(row, Constant)
+                and self.rows[row, Column.BAD] > 0
+                and self._turns(row)[: len(turns)] <= turns
+            }
+        )
+
+    def _turns(self, row: int) -> Turns:
+        """The turns in which a value was first not finite, in the order in which they run."""
+        body, _ = self.layout.owners[row]
+        turns = turns_of(self.layout, self.rows, row)
+        lengths = [length for _, length in self.starts[body]]
+        return tuple(
+            float(length - 1 - turn if length else turn)
+            for turn, length in zip(turns, lengths, strict=True)
+        )
+
+    def _time(self, row: int) -> tuple[float | int, ...]:
+        """Orders values by when they were first not finite."""
+        body, _ = self.layout.owners[row]
+        # Factors of the backward pass are computed in the forward pass, and come after it here.
+        key: list[float | int] = [_ORDER[self.layout.sites[row].stage]]
+        for (start, _), turn in zip(self.starts[body], self._turns(row), strict=True):
+            key += [start, turn]
+        return (*key, row)
+
+    def _place(self, body: Body, around: tuple[tuple[int, int], ...]) -> None:
+        """Note the loops around every function: first row inside, and the length if reversed."""
+        self.starts[body] = around
+        for index, bodies in body.inner.items():
+            loop = body.graph.nodes[index].structure
+            for inner in bodies:
+                if len(inner.loops) > len(body.loops):
+                    length = loop.length if isinstance(loop, Scan) and loop.reverse else 0
+                    self._place(inner, (*around, (self._first_row(inner), length)))
+                else:
+                    self._place(inner, around)
+
+    def _first_row(self, body: Body) -> int:
+        inside = [self._first_row(inner) for bodies in body.inner.values() for inner in bodies]
+        return min([*self.layout.rows[body].values(), *inside], default=len(self.rows))

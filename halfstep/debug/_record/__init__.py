@@ -1,0 +1,1 @@
+"""A log of the last steps, and what it says."""

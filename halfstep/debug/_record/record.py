@@ -1,0 +1,163 @@
+"""`record`: a training step that keeps a log of its numbers."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from halfstep._base import parse_dtype
+from halfstep.debug._instrument.run import run
+from halfstep.debug._instrument.site import Site
+from halfstep.debug._instrument.trace import Sites, Traced, trace
+from halfstep.debug._record.log import Log, new_log
+
+
+class Recorder:
+    """A function that keeps a log: `recorder(log, *args)` returns the log and what it returns.
+
+    Jit it; without, every operation runs alone. It is made by `debug.record`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda w, x: w - 0.1 * x)
+        assert isinstance(recorder, halfstep.debug.Recorder)
+        w, x = jnp.ones(2), jnp.ones(2)
+        log = recorder.init(w, x)
+        log, w = jax.jit(recorder)(log, w, x)
+        assert log.step == 1 and jnp.allclose(w, 0.9)
+        ```
+    """
+
+    def __init__(
+        self, func: Callable[..., Any], sites: Sites, last: int, compute: DTypeLike | None
+    ):
+        functools.update_wrapper(self, func, updated=())
+        self._func = func
+        self._sites: Sites = sites
+        self._last = last
+        self._compute = None if compute is None else parse_dtype(compute)
+
+    def init(self, *args: Any, **kwargs: Any) -> Log:
+        """A log without steps, for arguments of these shapes and dtypes.
+
+        Args:
+            *args: What the function is called with; arrays may be `jax.ShapeDtypeStruct`. Nothing
+                is computed.
+            **kwargs: The same, by name.
+        """
+        return new_log(self._trace(args, kwargs).layout, self._last)
+
+    def __call__(self, log: Log, *args: Any, **kwargs: Any) -> tuple[Log, Any]:
+        """Run one step.
+
+        Args:
+            log: From `init` or from the step before.
+            *args: What the function is called with.
+            **kwargs: The same, by name.
+        """
+        traced = self._trace(args, kwargs)
+        if not isinstance(log, Log):
+            raise TypeError(
+                "the first argument of a recorded function is its log, as `init(*args)` makes it; "
+                f"got {type(log).__name__}"
+            )
+        if traced.layout.sites != log.sites:
+            raise ValueError(_difference(log.sites, traced.layout.sites))
+        arrays = [_whole_step(array) for array in traced.call.arrays]
+        results, rows = run(traced.layout, traced.layout.body, arrays, traced.compute)
+        return log.after(rows), traced.call.rebuild(results)
+
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        return trace(self._func, args, kwargs, sites=self._sites, compute=self._compute)
+
+
+def record(
+    step: Callable[..., Any],
+    *,
+    sites: Sites = "scopes",
+    last: int = 32,
+    compute: DTypeLike | None = None,
+) -> Recorder:
+    """Let a training step keep a log of its numbers: a flight recorder.
+
+    Of every site and each of the last steps, the log has the largest magnitude, the smallest that
+    is not zero, how many elements are not finite, and which share is below or above what the
+    compute dtype can hold. It is an array that goes from step to step; nothing is called back on
+    the host. `log.report()` says where it began.
+
+    Args:
+        step: The whole step: loss, gradients and update. It is not differentiated afterwards.
+        sites: `"scopes"`: what is handed from one line of your code, or one `jax.named_scope`, to
+            another, in the forward and the backward pass; what the update returns; and arguments
+            that do not go from step to step.
+            `"ops"`: the result of every operation. Or a function that is given a `debug.Site` for
+            each of these and says whether it is recorded.
+        last: How many steps are kept.
+        compute: The dtype whose range the numbers are compared with. Without it, float16 if the
+            step has it anywhere, else bfloat16 if it has that.
+
+    Returns:
+        A function of the log and the step's own arguments; its `init` makes the log.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def step(w, x):
+            loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.log(x @ w)))(w)
+            return w - 0.5 * grad, loss
+
+
+        recorder = halfstep.debug.record(step)
+        run = jax.jit(recorder)
+        w, x = jnp.ones(2), jnp.ones((4, 2))
+        log = recorder.init(w, x)
+        for _ in range(5):
+            log, (w, loss) = run(log, w, x)
+        report = log.report()
+        assert report.step == 3 and "log" in report.found.between
+        ```
+    """
+    if last < 1:
+        raise ValueError(f"last must be at least 1, got {last}")
+    return Recorder(step, sites, last, compute)
+
+
+@jax.custom_jvp
+def _identity(x: Any) -> Any:
+    return x
+
+
+@_identity.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a recorded function cannot be differentiated: record the whole step, with the gradient "
+        "inside, as `debug.record(lambda params, batch: jax.grad(loss)(params, batch))`"
+    )
+
+
+def _whole_step(array: Any) -> Any:
+    # Derivatives of the user's own (custom_vjp) are not kept by what is run here.
+    is_float = hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.inexact)
+    return _identity(array) if is_float else array
+
+
+def _difference(before: Sequence[Site], now: Sequence[Site]) -> str:
+    known, new = set(before), set(now)
+    gone = next((site for site in before if site not in new), None)
+    come = next((site for site in now if site not in known), None)
+    return (
+        "the log is of another function, or of arguments of other shapes or dtypes: it has "
+        f"{len(before)} sites and the function {len(now)}; only the log has: {gone}; only the "
+        f"function has: {come}. Make a new one with `init(*args)`"
+    )

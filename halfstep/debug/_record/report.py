@@ -1,0 +1,254 @@
+"""What a log says."""
+
+import dataclasses
+import html as escaping
+import os
+from typing import Any
+
+import numpy as np
+
+from halfstep._base import ABSENT, Report, aligned, html_table, percent
+from halfstep.debug._instrument.ancestors import Parents
+from halfstep.debug._instrument.layout import Layout
+from halfstep.debug._instrument.stats import Column
+from halfstep.debug._nonfinite.finding import NonFinite, finding
+from halfstep.debug._nonfinite.origin import origin
+from halfstep.debug._record.history import Trace, trace_of
+from halfstep.debug._record.plot import plot
+
+# How many of the sites before the first bad one are shown.
+_UPSTREAM = 8
+# So many steps fit on a line, and so many sites on a picture.
+_STEPS, _SITES = 6, 60
+_COLUMNS = ("site", "pass", "scope")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DebugReport(Report):
+    """Where it began, and what came before.
+
+    `print(report)` shows the first bad site, what to do, and the last steps at it and before it; a
+    notebook shows the same as HTML.
+
+    Attributes:
+        steps: The numbers of the steps that are kept.
+        bad_steps: Those in which anything was not finite.
+        step: The step that was looked at; `None` if the log has none.
+        found: Where it began in that step; `None` if all was finite.
+        shown: The sites that the report is about: the first bad one and those it is made of, the
+            nearest first; if all is finite, those nearest to what the compute dtype can hold.
+        sites: All sites, in the order of a run.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda x: jnp.log(x))
+        x = jnp.full(2, 2.0)
+        log = recorder.init(x)
+        for _ in range(3):
+            log, x = jax.jit(recorder)(log, x)
+        report = log.report()
+        assert isinstance(report, halfstep.debug.DebugReport)
+        assert report.steps == (0, 1, 2) and report.bad_steps == (2,)
+        assert report.step == 2 and report.found.kind == "nan"
+        ```
+    """
+
+    steps: tuple[int, ...]
+    bad_steps: tuple[int, ...]
+    step: int | None
+    found: NonFinite | None
+    shown: tuple[Trace, ...]
+    sites: tuple[Trace, ...] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def _repr_html_(self) -> str:
+        return _html(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "steps": list(self.steps),
+            "bad_steps": list(self.bad_steps),
+            "step": self.step,
+            "found": None if self.found is None else self.found.to_dict(),
+            "shown": [trace.to_dict() for trace in self.shown],
+            "sites": [trace.to_dict() for trace in self.sites],
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw sites and steps as a map of magnitudes, into a PNG.
+
+        What is not finite is red. If there are too many sites for a page, those that are shown in
+        the report stay, and of the others those that are nearest to the range's ends.
+
+        Args:
+            path: The file. Needs `halfstep[plot]`.
+        """
+        bad = None if self.found is None else self.found.site
+        plot(_drawn(self), self.steps, bad, path)
+
+
+def report(layout: Layout, rows: np.ndarray, steps: range, step: int | None) -> DebugReport:
+    """What the rows of some steps say.
+
+    Args:
+        layout: Of the program.
+        rows: `[steps, sites, columns]`.
+        steps: Their numbers.
+        step: The one that is looked at; `None` for the first bad one, or the last.
+    """
+    if step is not None and step not in steps:
+        kept = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise ValueError(f"step {step} is not in the log, which has: {kept}")
+    bad = [steps[at] for at, row in enumerate(rows) if (row[:, Column.BAD] > 0).any()]
+    if step is None and steps:
+        step = bad[0] if bad else steps[-1]
+    traces = tuple(trace_of(site, rows[:, number]) for number, site in enumerate(layout.sites))
+    found, shown = None, []
+    if step is not None:
+        at = rows[steps.index(step)]
+        began = origin(layout, at)
+        if began is None:
+            shown = _nearest(at)
+        else:
+            found = finding(layout, at, began)
+            shown = _upstream(layout, began.row)
+    return DebugReport(
+        tuple(steps), tuple(bad), step, found, tuple(traces[number] for number in shown), traces
+    )
+
+
+def _upstream(layout: Layout, row: int) -> list[int]:
+    """A site and those that it is made of, the nearest first."""
+    parents = Parents(layout)
+    found, at = [row], 0
+    while at < len(found) and len(found) <= _UPSTREAM:
+        turns = (0.0,) * len(layout.sites[found[at]].loops)
+        for value, _ in parents.of_site(found[at], turns):
+            if isinstance(value, int) and value not in found:
+                found.append(value)
+        at += 1
+    return found[: _UPSTREAM + 1]
+
+
+def _nearest(rows: np.ndarray) -> list[int]:
+    """The sites that lose most of their numbers to the compute dtype's range."""
+    lost = rows[:, Column.BELOW] + rows[:, Column.ABOVE]
+    order = np.argsort(-lost, kind="stable")
+    return [int(number) for number in order[: _UPSTREAM + 1] if lost[number] > 0]
+
+
+def _drawn(report: DebugReport) -> list[Trace]:
+    """The sites that are drawn, in the order of a run."""
+    if len(report.sites) <= _SITES:
+        return list(report.sites)
+    shown = {id(trace) for trace in report.shown}
+
+    def urgency(trace: Trace) -> tuple[bool, bool, float]:
+        lost = max((*trace.below, *trace.above), default=0.0)
+        return id(trace) in shown, any(trace.bad), lost
+
+    order = sorted(range(len(report.sites)), key=lambda n: urgency(report.sites[n]), reverse=True)
+    return [report.sites[number] for number in sorted(order[:_SITES])]
+
+
+def _headline(report: DebugReport) -> str:
+    """Whether anything is wrong, and since when."""
+    if report.step is None:
+        return "nothing is recorded yet"
+    kept = f"steps {report.steps[0]} to {report.steps[-1]}"
+    if report.found is None:
+        return f"{kept}: all finite in step {report.step}, {len(report.sites)} sites"
+    later = [step for step in report.bad_steps if step != report.step]
+    others = f"; also in step{'s' * (len(later) > 1)} {_listed(later)}" if later else ""
+    return f"{kept}: not finite in step {report.step}{others}; {len(report.sites)} sites"
+
+
+def _shown_steps(report: DebugReport) -> list[int]:
+    """The steps that a table has columns for, by position: the last ones up to the bad one."""
+    if report.step is None:
+        return []
+    end = report.steps.index(report.step) + 1
+    return list(range(max(0, end - _STEPS), end))
+
+
+def _heads(report: DebugReport) -> list[tuple[str, bool]]:
+    """The headings of the table, and whether they are of numbers."""
+    steps = [(f"step {report.steps[at]}", True) for at in _shown_steps(report)]
+    words = [(name, False) for name in _COLUMNS]
+    return [*words, *steps, ("below", True), ("above", True)]
+
+
+def _cells(report: DebugReport, trace: Trace) -> list[str]:
+    """A line of the table: magnitudes step by step, and the shares of the last one."""
+    at = _shown_steps(report)
+    site = trace.site
+    name = site.path or f"{site.source.short} {site.op} {site.type}"
+    return [
+        name,
+        site.pass_name,
+        site.scope or ABSENT,
+        *(_magnitude(trace.absmax[position]) for position in at),
+        percent(trace.below[at[-1]]),
+        percent(trace.above[at[-1]]),
+    ]
+
+
+def _caption(report: DebugReport) -> str:
+    """What the table shows."""
+    if report.found is not None:
+        return "Largest magnitudes there and of what it is made of, step by step:"
+    if report.shown:
+        return "Nearest to what the compute dtype can hold, largest magnitudes step by step:"
+    return "No number is below or above what the compute dtype can hold."
+
+
+def _text(report: DebugReport) -> str:
+    """All of it."""
+    parts = [_headline(report)]
+    if report.found is not None:
+        parts.append(str(report.found))
+    if report.step is not None:
+        parts.append(_caption(report))
+    if report.shown:
+        heading = _heads(report)
+        rows = [[name for name, _ in heading], *(_cells(report, t) for t in report.shown)]
+        parts[-1] += "\n" + aligned(rows, [is_number for _, is_number in heading])
+    return "\n\n".join(parts)
+
+
+def _listed(steps: list[int]) -> str:
+    first = ", ".join(map(str, steps[:8]))
+    return f"{first} and {len(steps) - 8} more" if len(steps) > 8 else first
+
+
+def _html(report: DebugReport) -> str:
+    """The same as the text; the first bad site is red."""
+    parts = [f"<p>{escaping.escape(_headline(report))}</p>"]
+    if report.found is not None:
+        first, *rest = str(report.found).splitlines()
+        lines = "<br>".join(escaping.escape(line.strip()) for line in rest)
+        parts.append(f'<p><b style="color:#d32f2f">{escaping.escape(first)}</b><br>{lines}</p>')
+    if report.step is not None:
+        parts.append(f"<p>{escaping.escape(_caption(report))}</p>")
+    if report.shown:
+        head = _heads(report)
+        rows = [
+            [(cell, number) for cell, (_, number) in zip(_cells(report, trace), head, strict=True)]
+            for trace in report.shown
+        ]
+        good = [trace.site != getattr(report.found, "site", None) for trace in report.shown]
+        parts.append(html_table(head, rows, good))
+    # Wider than a narrow window: it scrolls, and the page does not.
+    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
+
+
+def _magnitude(value: float) -> str:
+    """A magnitude for people; nothing for what was not computed."""
+    return ABSENT if value == -1 else f"{value:.3g}"
