@@ -83,6 +83,8 @@ def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> l
     for unit, others in enumerate(needs):
         for other in others:
             users[other].append(unit)
+    # Of all that can run, the first as it was written: what is live at the same time stays close to
+    # what the user's program has, on which XLA's own scheduler begins.
     waiting = [len(others) for others in needs]
     ready = [unit for unit, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
@@ -100,6 +102,9 @@ def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> l
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
     """The operations of each island."""
     nodes = plan.graph.nodes
+    # Operations of one level have the same number of contractions before them. Two of different
+    # levels have a contraction between them, or beside them, which no island may hold: it would be
+    # computed twice. So islands are made level by level.
     by_level: dict[int, list[int]] = defaultdict(list)
     for index, level in enumerate(plan.levels):
         by_level[level].append(index)
@@ -125,6 +130,8 @@ def _is_wide(plan: Plan, index: int) -> bool:
     decision = plan.decisions[index]
     if decision.barrier or Kind.WIDE not in decision.outs:
         return False
+    # Before the first contraction, float32 that was made of float32 (a batch that is normalized,
+    # say) stays as it is: to round what comes in would lose what 16 bits did not have to hold.
     level = plan.levels[index]
     return level > 0 or any(
         plan.seen(operand, level) in (Kind.STORED, Kind.LOW, Kind.WIDE)
@@ -143,6 +150,11 @@ def _closed(
     plan: Plan, indices: list[int], wide: set[int], merged: "_Union"
 ) -> list[tuple[int, ...]]:
     """Groups with everything that lies between their members, until none has to grow."""
+    # An island runs as one function, so it must be convex: where `a` and `c` are in it, and `c`
+    # needs `b` which needs `a`, neither "the island, then b" nor "b, then the island" is an order.
+    # All that lies on a way from a member to a member is taken in, whatever its dtype. What is
+    # taken in can be of another island, which then joins, and the union may have new ways through
+    # it: hence the loop, which ends since groups only grow.
     inside = set(indices)
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {index: [] for index in indices}
@@ -214,6 +226,8 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
             if plan.levels[index] == plan.levels[group[0]] and _is_cheap(plan, index):
                 found.add(index)
                 waiting.append(index)
+    # What others read as well is not moved into the island but copied: a broadcast costs nothing
+    # there, and to store it as a matrix would cost what the island is there to save.
     own = set(found)
     while True:
         inside = chosen | own

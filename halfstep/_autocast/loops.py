@@ -29,6 +29,10 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     loop = node.structured(Scan)
     inner = graph_of(loop.body, node.scope)
     first, carries = loop.consts, loop.carries
+    # A carry has one dtype in all turns, and which one depends on what the body makes of it, which
+    # depends on the dtype it comes in with. So the body is planned until carries leave it as they
+    # entered it. `carried` only ever widens a kind, and there are few: this ends after as many
+    # rounds as a carry has kinds to pass through, most often two.
     current = list(kinds)
     for position in _accumulators(inner, first, carries):
         current[position] = Kind.WIDE
@@ -46,6 +50,8 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
     """Carries to which every turn adds and that it does not use otherwise: sums over the turns."""
+    # A sum of many turns in 16 bits stalls: once it is 256 times what is added, bfloat16 rounds
+    # every addition away. These are float32, whatever is added to them.
     found = []
     for number in range(carries):
         value, out = inner.inputs[first + number], inner.outputs[number]

@@ -74,6 +74,11 @@ def _traced_once(func: Function) -> Function:
 
 
 def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
+    # `jax.checkpoint` with its own barriers puts one around what comes back from behind, too, and
+    # offers no way to leave that out for TPUs only. So the derivative is written here: the values
+    # come out of the function as it is, and tangents out of a second copy of it, which begins
+    # behind a barrier of our own. To differentiate that copy in reverse, JAX transposes it; the
+    # checkpoint around it keeps its inside from being stored for that.
     func = _traced_once(func)
 
     @jax.custom_jvp
@@ -105,6 +110,8 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
         if not moving:
             return results, tuple(map(zero_tangent, results))
         dtypes = tuple(primal.dtype for primal in primals)
+        # Settled first: 8 bits of what XLA left unrounded would differ from 8 bits of the value
+        # that every other reader sees.
         held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]
         return results, pushing(moving, dtypes)(held, [tangents[i] for i in moving])
 
@@ -117,6 +124,8 @@ def _moves(tangent: Any) -> bool:
 
 
 def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Which platform it is gets known when the program is lowered, not now: preflight traces on a
+    # CPU what it compiles for TPUs.
     moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
     made = jax.lax.platform_dependent(
         [tangents[i] for i in moving],

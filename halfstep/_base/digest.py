@@ -87,6 +87,11 @@ def _sums(xp: Any, words: Any) -> tuple[Any, Any]:
         column = along.reshape([size if other == axis else 1 for other in range(words.ndim)])
         place = place + xp.broadcast_to(column, words.shape)
         stride *= size
+    # The finalizer of murmur3, whose steps can all be undone: for one place, two different words
+    # never mix to the same. The place goes in first, so that two elements that are exchanged do not
+    # cancel out in the sum. The second sum weighs each by an odd number, which can be undone as
+    # well: a change of several elements that leaves one sum alone is caught by the other, but for
+    # one case in 2**32.
     mixed = words + place * _PLACE
     mixed = (mixed ^ (mixed >> _WORD(16))) * _FIRST
     mixed = (mixed ^ (mixed >> _WORD(13))) * _SECOND

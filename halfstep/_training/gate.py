@@ -105,8 +105,12 @@ def gated(finite: Any, commit: Callable[[T], T], state: T, *, gate: Gate = "loop
     if gate == "cond":
         dynamic = jax.lax.cond(predicate, committed, lambda dynamic: dynamic, dynamic)
     else:
-        # A loop of zero or one turns. Unlike the branches of a conditional, a loop's carry is
-        # updated in place, and unlike a select after the fact the skipped values are never made.
+        # A loop of zero or one turns. A loop's carry is updated in place, while XLA may hold
+        # temporaries for both branches of a conditional, which is also a fifth more instructions
+        # (docs/update-or-skip.md has the measurement). A select after the fact needs the old state
+        # until the new one is complete, and makes new values that it then throws away.
+        # `carry[0] & False` and not `False`: inside of `shard_map` the flag varies over the same
+        # axes when it comes out as when it went in.
         _, dynamic = jax.lax.while_loop(
             lambda carry: carry[0],
             lambda carry: (carry[0] & False, committed(carry[1])),
