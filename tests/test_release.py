@@ -157,6 +157,7 @@ Description-Content-Type: text/markdown
 INFO = "halfstep-0.1.0.dist-info"
 WHEEL = {
     "halfstep/__init__.py": "",
+    "halfstep/_preflight/target/accelerators.toml": "",
     "halfstep/py.typed": "",
     f"{INFO}/METADATA": METADATA,
     f"{INFO}/WHEEL": "",

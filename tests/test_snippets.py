@@ -30,7 +30,13 @@ BLOCK = re.compile(
 )
 
 
-COMPILED = ("README.md", "gradient-release.md", "optimizers.md", "preflight.md")
+COMPILED = (
+    "README.md",
+    "gradient-release.md",
+    "optimizers.md",
+    "preflight.md",
+    "what-needs-float32.md",
+)
 
 
 class Block(NamedTuple):
@@ -83,7 +89,7 @@ def run(sources: list[Block], name: str, tmp_path: pathlib.Path) -> int:
 
 @pytest.mark.usefixtures("standard_promotion")
 # On every change the README is run from the built wheel, as its readers do (`.ci/run`). Pages whose
-# snippets are compiled for many accelerators are run every night and before a release.
+# snippets compile many programs are run every night and before a release.
 @pytest.mark.parametrize(
     "page",
     slow_unless(PAGES, lambda page: page.name not in COMPILED),

@@ -186,6 +186,7 @@ def test_names_that_rules_cannot_hold():
     assert Policy.parse(str(found.policy)) == found.policy
 
 
+@pytest.mark.slow
 def test_modules():
     model = eqx.nn.MLP(
         4, 1, 8, 2, activation=lambda x: jnp.square(100 * x) / 1e4, key=jax.random.key(0)

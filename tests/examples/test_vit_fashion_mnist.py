@@ -56,6 +56,7 @@ def bits(run: pathlib.Path, step: int) -> dict[str, bytes]:
     return {name: np.asarray(array).tobytes() for name, array in restored.items()}
 
 
+@pytest.mark.slow
 def test_end_to_end(data: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     script.main(arguments(data, tmp_path, "--log-every 15 --eval-every 20 --seed 3"))
     printed, shown = capsys.readouterr()
