@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from halfstep._autocast import calls as _calls, derivatives as _derivatives, loops as _loops
+from halfstep._autocast import calls, derivatives, loops
 from halfstep._autocast.eligible import site_of
 from halfstep._autocast.kinds import Kind, is_subject, join
 from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
@@ -19,7 +19,7 @@ from halfstep._base import jaxprs_in
 from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
 from halfstep._program import Graph, Node, Operand, is_scalar_literal, size
 
-_PLANNERS = MappingProxyType({**_loops.PLANNERS, **_calls.PLANNERS, **_derivatives.PLANNERS})
+_PLANNERS = MappingProxyType({**loops.PLANNERS, **calls.PLANNERS, **derivatives.PLANNERS})
 # Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not
 # vanish in an island.
 _NEVER_AGAIN = COLLECTIVES | DEAR | {"name"}

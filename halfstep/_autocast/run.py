@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast import calls as _calls, derivatives as _derivatives, loops as _loops
+from halfstep._autocast import calls, derivatives, loops
 from halfstep._autocast.contract import contract
 from halfstep._autocast.decide import bind_by
 from halfstep._autocast.difference import difference
@@ -23,7 +23,7 @@ from halfstep._autocast.types import FLOAT32, Call, Plan, held_dtype
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import Constant, Node, Operand, bind_again
 
-_RUNNERS = MappingProxyType({**_loops.RUNNERS, **_calls.RUNNERS, **_derivatives.RUNNERS})
+_RUNNERS = MappingProxyType({**loops.RUNNERS, **calls.RUNNERS, **derivatives.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
 _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
@@ -200,8 +200,8 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
         return [decision.site(operands, slots)]
     if decision.inner is not None:
         inside = functools.partial(run, place=env.place.within(node.name))
-        if node.name in _calls.RECOMPUTED:
-            func = _calls.recomputed(node, decision, inside)
+        if node.name in calls.RECOMPUTED:
+            func = calls.recomputed(node, decision, inside)
             return env.shared.setdefault(signature(plan, index), func)(slots, *operands)
         call = Call(node, decision, operands, plan.settings, inside, slots)
         return _RUNNERS[node.name](call)

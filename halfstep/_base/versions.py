@@ -16,7 +16,7 @@ def known_to_work() -> str:
     """Return the tested range of JAX versions as words, for errors and reports.
 
     ```python
-
+    from halfstep._base import known_to_work
 
     print(known_to_work())  # JAX 0.10.2 to 0.12.0.1
     ```

@@ -132,7 +132,7 @@ class F8Scaling(AbstractLossScaling):
             **kwargs: Other arguments of the function.
 
         Raises:
-            ValueError: If the recipe rounds at random and there is no key.
+            ValueError: If the recipe rounds at random and no key is given.
             TypeError: If a step is to be taken with `jax.ShapeDtypeStruct` for arrays.
         """
         loss = NoLossScaling() if loss_scaling is None else loss_scaling

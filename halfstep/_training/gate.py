@@ -109,7 +109,7 @@ def gated(finite: Any, commit: Callable[[T], T], state: T, *, gate: Gate = "loop
         # temporaries for both branches of a conditional, which is also a fifth more instructions
         # (docs/update-or-skip.md has the measurement). A select after the fact needs the old state
         # until the new one is complete, and makes new values that it then throws away.
-        # `carry[0] & False` and not `False`: inside of `shard_map` the flag varies over the same
+        # `carry[0] & False` and not `False`: inside `shard_map` the flag varies over the same
         # axes when it comes out as when it went in.
         _, dynamic = jax.lax.while_loop(
             lambda carry: carry[0],

@@ -7,15 +7,9 @@ from typing import Any
 import numpy as np
 
 from halfstep._autocast import check_state, settings_of
-from halfstep._base import (
-    DTypeLike,
-    listed,
-    parse_dtype,
-)
+from halfstep._base import DTypeLike, listed, parse_dtype
 from halfstep._policy import Policy, as_policy
-from halfstep._training.collective import (
-    Reduction,
-)
+from halfstep._training.collective import Reduction
 from halfstep._training.f8_scaling import F8Scaling
 from halfstep._training.gradient import Gradient
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling

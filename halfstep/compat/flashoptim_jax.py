@@ -3,7 +3,7 @@
 Change the import and keep the rest:
 
 ```python
-
+from halfstep.compat.flashoptim_jax import flash_adamw, flash_lion, flash_sgdw
 ```
 
 What differs, and why: scales are bfloat16 and of rows, not float16 and of flat runs, so that small

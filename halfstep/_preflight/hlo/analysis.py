@@ -112,8 +112,7 @@ def analyze(text: str) -> Analysis:
         ```python
         import jax
         import jax.numpy as jnp
-
-
+        from halfstep._preflight.hlo.analysis import analyze
 
         x = jnp.ones((64, 32))
         text = jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()
