@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.linen import fp8_ops
 
-from benchmarks import _transformers
-from benchmarks._transformers import Case, hk
+from tests.models import transformers as _transformers
+from tests.models.transformers import Case, hk
 
 STATE = "_overwrite_with_gradient"
 """Where Flax keeps scales: what comes out as their gradient is their next value."""

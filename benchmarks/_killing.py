@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._processes import Group
 from examples import gpt_fsdp
+from tests.scale._processes import Group
 
 POLICIES = ("bf16", "f16", "f8", "flash")
 MODES = ("dp", "fsdp")

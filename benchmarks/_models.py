@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from benchmarks import _gpt, _vit
+from tests.models import gpt as _gpt, vit as _vit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from benchmarks import _gpt, _vit
 from examples._data import FASHION_MNIST, load_fashion_mnist
+from tests.models import gpt as _gpt, vit as _vit
 
 
 @dataclasses.dataclass(frozen=True)

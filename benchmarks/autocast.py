@@ -23,11 +23,11 @@ import numpy as np
 from tqdm import tqdm
 
 import halfstep
-from benchmarks import _gpt
 from benchmarks._models import DESKTOP, GPT, Model, gpt, vit
 from benchmarks._report import parser, report, table, write
 from benchmarks._steps import OPTIMIZER, cast_inside, float32
 from benchmarks.overhead import instructions
+from tests.models import gpt as _gpt
 
 MODULE = "benchmarks.autocast"
 BARE, HAND, PLAIN, ISLANDS = "float32", "by hand", "autocast, islands=False", "autocast"

@@ -21,7 +21,6 @@ import optax
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks import _vit
 from benchmarks._report import parser, report, table, write
 from examples._data import FASHION_MNIST, load_fashion_mnist
 from halfstep import (
@@ -32,6 +31,7 @@ from halfstep import (
     filter_value_and_grad,
     optimizer_update,
 )
+from tests.models import vit as _vit
 
 MODULE = "benchmarks.bisect"
 NARROW = "f16,op:*=compute"

@@ -4,7 +4,7 @@
 
 Costs: a ViT and a GPT, mixed precision and AdamW, bare and recorded: ratios of interleaved times in
 one process, instructions and temporary memory of the compiled programs, and whether the results
-have the same bits. Faults: the training steps of `benchmarks._faults`, by `debug.first_nonfinite`
+have the same bits. Faults: the training steps of `tests._faults`, by `debug.first_nonfinite`
 and by `jax.debug_nans`. The exit status is 1 if a bar is missed. Needs `halfstep[examples]`, Flax,
 and four devices, which it asks of the CPU.
 """
@@ -30,12 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks._faults import FAULTS, Fault
 from benchmarks._models import Model, gpt, vit
 from benchmarks._report import parser, report, table, write
 from benchmarks._steps import OPTIMIZER, float32
 from benchmarks.overhead import instructions
 from halfstep import autocast, debug
+from tests._faults import FAULTS, Fault
 
 MODULE = "benchmarks.debug"
 BARS = {"scopes": 1.10, "ops": 1.60}

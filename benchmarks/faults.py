@@ -18,7 +18,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import _reactions
 from benchmarks._fault_table import text
 from benchmarks._killing import (
     MODES,
@@ -29,6 +28,7 @@ from benchmarks._killing import (
     random_faults,
 )
 from benchmarks._report import parser, report, write
+from tests.scale import _reactions
 
 MODULE = "benchmarks.faults"
 CASES = [Case(*row) for row in itertools.product(MODES, POLICIES, (2, 4))]

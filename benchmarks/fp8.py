@@ -20,13 +20,14 @@ import numpy as np
 from tqdm import tqdm
 
 import halfstep
-from benchmarks import _f8_models, _f8_peers, _transformers
+from benchmarks import _f8_models, _f8_peers
 from benchmarks._f8_models import Program
 from benchmarks._f8_tables import text
 from benchmarks._products import Count, count
 from benchmarks._report import parser, report, write
-from benchmarks._transformers import CASES, Case
 from halfstep import RECIPES
+from tests.models import transformers as _transformers
+from tests.models.transformers import CASES, Case
 
 MODULE = "benchmarks.fp8"
 GEMMS = ("triton", "library")

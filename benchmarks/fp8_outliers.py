@@ -20,10 +20,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from benchmarks import _gpt, training
+from benchmarks import training
 from benchmarks._report import parser
 from benchmarks._runs import Trainer
 from benchmarks._tasks import Schedule, Task, python_sources
+from tests.models import gpt as _gpt
 
 MODULE = "benchmarks.fp8_outliers"
 REFERENCE = "bf16"

@@ -30,7 +30,7 @@ from benchmarks._peers._overhead import (
     with_mpx,
 )
 from benchmarks._report import parser, report, table, write
-from benchmarks._vit import loss
+from tests.models.vit import loss
 
 MODULE = "benchmarks.overhead"
 

@@ -25,56 +25,11 @@ from benchmarks import _llama
 from benchmarks._report import parser, report, table, write
 from halfstep import optim
 from halfstep._preflight.errors import RefusedError
-from halfstep.optim._release_stack import put, take
+from tests.models.stack import Stack as Model, gradients_first, mlp
 
 MODULE = "benchmarks.release"
 PLAIN, RELEASED = "gradients first", "release"
 CLIPPED, SCALED = "release, clip", "release, loss scaling"
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A stack of layers, and what is outside."""
-
-    name: str
-    params: Any
-    functions: Mapping[str, Callable[..., Any]]
-    batch: Callable[[int], Any]
-    """For so many examples."""
-    sizes: Mapping[str, int]
-
-    @property
-    def count(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
-
-
-def mlp(*, layers: int = 12, width: int = 1024, hidden: int = 4096) -> Model:
-    """Residual layers of two matrices."""
-
-    def layer(params: Any, x: Any, outer: Any, batch: Any) -> Any:
-        del outer, batch
-        return x + jnp.tanh(x @ params["up"]) @ params["down"]
-
-    params = {
-        "outer": {},
-        "layers": {
-            "up": jax.ShapeDtypeStruct((layers, width, hidden), jnp.bfloat16),
-            "down": jax.ShapeDtypeStruct((layers, hidden, width), jnp.bfloat16),
-        },
-    }
-    functions = {
-        "layer": layer,
-        "first": lambda outer, batch: batch,
-        "last": lambda outer, x, batch: jnp.mean(jnp.square(x.astype(jnp.float32))),
-    }
-    sizes = {"layers": layers, "width": width, "hidden": hidden}
-    return Model(
-        "residual MLP",
-        params,
-        functions,
-        lambda examples: jax.ShapeDtypeStruct((examples, width), jnp.bfloat16),
-        sizes,
-    )
 
 
 def llama(
@@ -120,38 +75,10 @@ QUICK = (Runs(SMALL, "h100", 1, 16, BOTH), Runs(SMALL, "v5e", 1, 16, BOTH))
 
 
 def step_of(name: str, model: Model, tx: Any) -> Callable[..., Any]:
-    """A step, and what it takes beside parameters, state and batch."""
+    """A step by its name."""
     if name == PLAIN:
-        return plain(model, tx)
+        return gradients_first(model, tx)
     return optim.release(tx=tx, clip=1.0 if name == CLIPPED else None, **model.functions)
-
-
-def plain(model: Model, tx: Any) -> Callable[..., Any]:
-    """All gradients by a scan over layers that are computed again, then layer after layer."""
-    first, layer, last = (model.functions[name] for name in ("first", "layer", "last"))
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        def loss(params: Any) -> Any:
-            @jax.checkpoint
-            def body(x: Any, one: Any) -> Any:
-                return layer(one, x, params["outer"], batch), None
-
-            x, _ = jax.lax.scan(body, first(params["outer"], batch), params["layers"])
-            return last(params["outer"], x, batch)
-
-        value, grads = jax.value_and_grad(loss)(params)
-
-        def turn(number: Any, stack: Any) -> Any:
-            made = tx.step(*take(stack, number), take(grads["layers"], number))
-            return put(stack, made, number)
-
-        length = model.sizes["layers"]
-        stack = jax.lax.fori_loop(0, length, turn, (params["layers"], state.layers))
-        outer, outer_state = tx.step(params["outer"], state.outer, grads["outer"])
-        made = {"outer": outer, "layers": stack[0]}
-        return value, made, optim.ReleaseState(outer_state, stack[1])
-
-    return step
 
 
 def divided(args: tuple[Any, ...], devices: int) -> tuple[Any, ...]:

@@ -26,11 +26,11 @@ import optax
 from tqdm import tqdm
 
 import halfstep
-from benchmarks import _gpt
 from benchmarks._report import parser, report, table, write
 from halfstep import debug
 from halfstep.integrations.orbax import Checkpoints
 from halfstep.reliability import Watchdog, replica_check
+from tests.models import gpt as _gpt
 
 MODULE = "benchmarks.soak"
 SIZES = {"vocabulary": 64, "tokens": 16, "width": 32, "layers": 2}

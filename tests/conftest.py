@@ -33,12 +33,26 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.freeze()
 gc.set_threshold(50_000, 10, 20)
 
+# The source distribution holds the package and these tests. Tests whose subject is another part of
+# the repository are left out where that part is missing; all other tests must not need it.
+SUBJECTS = {
+    "benchmarks": "benchmarks",
+    "docs": "docs",
+    "examples": "examples",
+    "test_release.py": ".ci",
+}
+collect_ignore = [
+    tests
+    for tests, subject in SUBJECTS.items()
+    if not (pathlib.Path(__file__).parents[1] / subject).exists()
+]
+
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
     """Import only files that have the marker which `-m` asks for.
 
-    Without this `-m wheel` would import every test, also those that need packages, examples and
-    benchmarks that are not installed beside a wheel or not part of the source distribution.
+    Without this `-m wheel` would import every test, also those that need packages that are not
+    installed beside a wheel.
     """
     asked = config.option.markexpr
     names = re.findall(r"(?<!\bnot )\b(?:bits|core|types|wheel)\b", asked)

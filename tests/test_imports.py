@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import halfstep
+from tests.conftest import SUBJECTS
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
 
@@ -61,6 +62,18 @@ def test_no_module_level_mutable_state():
             value = getattr(node, "value", None)
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 assert not isinstance(value, ast.List | ast.Dict | ast.Set), (path, node.lineno)
+
+
+def test_tests_need_what_the_source_distribution_has():
+    """Only tests whose subject is another part of the repository import that part."""
+    needing = {
+        str(path.relative_to(ROOT / "tests"))
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(
+            r"^\s*(from|import) (benchmarks|docs|examples)\b", path.read_text(), re.MULTILINE
+        )
+    }
+    assert {name for name in needing if name.split("/")[0] not in SUBJECTS} == set()
 
 
 def test_changelog_begins_with_this_version():

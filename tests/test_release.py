@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import halfstep
-from halfstep._base.versions import TESTED_PYTHON, known_to_work
+from halfstep._base.versions import TESTED_JAX, TESTED_PYTHON, known_to_work
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -110,6 +110,15 @@ def test_readers_are_told_which_versions_are_tested():
     for path in ("README.md", "docs/support.md"):
         text = (ROOT / path).read_text()
         assert f"{pythons} and {known_to_work()}" in text, path
+
+
+def test_tested_versions_are_the_pinned_ones():
+    pins = [ROOT / "requirements" / f"test{name}.txt" for name in ("-oldest", "-middle", "")]
+    found = [re.findall(r"^jax==(\S+)", path.read_text(), re.MULTILINE) for path in pins]
+    assert found == [[version] for version in TESTED_JAX]
+    compiled = (ROOT / "requirements" / "compile").read_text()
+    pythons = [re.findall(rf"^pin {path.stem} (\S+)", compiled, re.MULTILINE) for path in pins]
+    assert pythons == [[version] for version in TESTED_PYTHON]
 
 
 # What may depend on the version of JAX: folders whose every test also runs on the oldest.

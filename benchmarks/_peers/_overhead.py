@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks._vit import ViT, loss
+from tests.models.vit import ViT, loss
 
 MODEL = {"width": 128, "hidden": 384, "heads": 4, "blocks": 2}
 OPTIMIZER = optax.adamw(1e-3)

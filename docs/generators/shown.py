@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 import halfstep
-from benchmarks import _gpt
 from benchmarks._pictures import darken_file
 from examples import live_view
 from examples._notebooks import read
+from tests.models import gpt as _gpt
 
 DOCS = pathlib.Path(__file__).parents[1]
 IMAGES = DOCS / "images"

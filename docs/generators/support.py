@@ -85,12 +85,12 @@ FEATURES = (
     Feature(
         "products in 8 and 4 bits",
         "tests/f8/test_frameworks.py",
-        "benchmarks._transformers:CASES",
+        "tests.models.transformers:CASES",
     ),
     Feature(
         "`debug.first_nonfinite` of planted faults",
         "tests/debug/test_faults.py",
-        "benchmarks._faults:FAULTS",
+        "tests._faults:FAULTS",
     ),
 )
 FRAMEWORKS = {"equinox": "Equinox", "linen": "Linen", "nnx": "NNX", "haiku": "Haiku"}

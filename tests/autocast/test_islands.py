@@ -11,13 +11,13 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import halfstep
-from benchmarks._vit import ViT, loss
 from halfstep._autocast.islands import Island, schedule
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.planning import plan
 from halfstep._autocast.types import Settings
 from halfstep._program.graph import graph_of
 from tests._jaxprs import contractions, equations
+from tests.models.vit import ViT, loss
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 BF16 = np.dtype(jnp.bfloat16)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import debug
-from benchmarks._faults import FAULTS
 from benchmarks._report import RESULTS
+from tests._faults import FAULTS
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The report of `benchmarks/faults.py`: its arithmetic. The runs are in `tests/scale`."""
+"""The report of `benchmarks/faults.py`: its arithmetic. The runs are in `tests/examples`."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ import pytest
 
 import halfstep
 from benchmarks import _f8_models, _f8_peers, _f8_tables, _products, fp8
-from benchmarks._transformers import Case
+from tests.models.transformers import Case
 from tests.preflight._compilers import need
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

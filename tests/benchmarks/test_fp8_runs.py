@@ -11,8 +11,9 @@ import pytest
 from tqdm import tqdm
 
 import halfstep
-from benchmarks import _gpt, _tasks, fp8_memory, fp8_outliers, fp8_training, render, training
+from benchmarks import _tasks, fp8_memory, fp8_outliers, fp8_training, render, training
 from benchmarks._runs import Trainer
+from tests.models import gpt as _gpt
 from tests.preflight._compilers import need, own_cache as own_cache
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

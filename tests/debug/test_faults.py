@@ -5,8 +5,8 @@ import os
 import jax
 import pytest
 
-from benchmarks._faults import FAULTS, Fault
 from halfstep import debug
+from tests._faults import FAULTS, Fault
 from tests._rows import slow_unless
 
 # NumPy says so when it makes -1e9 a float16.

@@ -1,4 +1,4 @@
-"""The language model's script in one process; several processes are in `tests/scale`."""
+"""The language model's script in one process; several are in `test_gpt_fsdp_killed.py`."""
 
 import json
 import math

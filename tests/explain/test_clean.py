@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from benchmarks import _gpt, _vit
+from tests.models import gpt as _gpt, vit as _vit
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -23,7 +23,7 @@ def test_a_vision_transformer(policy: str):
     assert report.totals.stored is not None
     assert report.totals.stored["f32"] < 0.01 * sum(report.totals.stored.values())
     # Every operation has a line of the model's own file.
-    assert {entry.source.file for entry in report.operations} == {"benchmarks/_vit.py"}
+    assert {entry.source.file for entry in report.operations} == {"tests/models/vit.py"}
 
 
 @pytest.mark.parametrize("remat", [False, True])

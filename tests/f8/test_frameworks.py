@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import halfstep
-from benchmarks._transformers import CASES, Case, data
 from halfstep import RECIPES
 from tests._rows import slow_unless
+from tests.models.transformers import CASES, Case, data
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

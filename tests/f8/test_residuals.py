@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import halfstep
-from benchmarks._transformers import CASES, data
 from halfstep import Policy
 from halfstep._autocast.residuals import keep, restore
 from halfstep._policy.recipe import Factor
 from tests.f8.test_frameworks import cosine, flat
+from tests.models.transformers import CASES, data
 
 ROWS = {element: Factor(element=element, per="row") for element in ("e4m3", "e5m2")}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks._vit import ViT, loss
+from tests.models.vit import ViT, loss
 
 Case = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 """A step, its arguments and which of them it may reuse."""

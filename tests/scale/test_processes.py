@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _reactions, _worker
-from benchmarks._processes import Group
+from tests.scale import _reactions, _worker
+from tests.scale._processes import Group
 
 
 def results(group: Group, out: pathlib.Path, what: str, seconds: float = 120) -> list[Any]:

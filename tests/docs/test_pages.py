@@ -17,7 +17,7 @@ import halfstep
 from halfstep._preflight.compile import lowering as _lowering, requirements as _requirements
 from halfstep._preflight.target import mesh as _mesh, targets as _targets
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]

@@ -1,4 +1,4 @@
-"""The vision transformer that the benchmarks train, in plain float32 Equinox."""
+"""A vision transformer in plain float32 Equinox."""
 
 import equinox as eqx
 import jax

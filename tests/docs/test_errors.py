@@ -10,7 +10,7 @@ import pytest
 from docs.generators._raises import Site, of_source, sites
 from docs.generators.errors import FAQ, PAGE, main, module, page, questions, split
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SITES = sites()
 CAUSED = [site for site in SITES if not site.internal]
 # Long enough to be no accident.

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from benchmarks._faults._fault import Fault
+from tests._faults._fault import Fault
 
 HALF = jnp.float16
 

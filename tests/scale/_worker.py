@@ -1,10 +1,15 @@
 """What processes do to which something happens: `main(["what", "out"])`, a JSON of results each."""
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
+import sys
 import time
+import traceback
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import halfstep
-from examples import _mesh
 from halfstep import debug, optim
 from halfstep.integrations.orbax import Checkpoints
 from halfstep.reliability import Preemption, ReplicaError, Watchdog, replica_check
@@ -57,7 +61,7 @@ def batch(mesh: Mesh, bad: float | None = None) -> jax.Array:
     rows = np.ones((jax.device_count(), 4), np.float32)
     if bad is not None:
         rows[-1, 0] = bad
-    sharding = _mesh.rows(mesh)
+    sharding = NamedSharding(mesh, P(("data", "fsdp")))
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
@@ -187,9 +191,16 @@ def reshard(mesh: Mesh, out: pathlib.Path) -> Any:
 
     key = jax.random.key(0)
     shapes = jax.eval_shape(make, key)
-    params = _mesh.shard_params(shapes["params"], mesh)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(mesh, P(None, "fsdp") if leaf.ndim == 2 else P()),
+        ),
+        shapes["params"],
+    )
     where = {
-        **_mesh.everywhere(shapes, mesh),
+        **jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes),
         "params": jax.tree.map(lambda leaf: leaf.sharding, params),
         "flash": optim.state_shardings(shapes["flash"], params),
     }
@@ -205,6 +216,31 @@ def reshard(mesh: Mesh, out: pathlib.Path) -> Any:
     return {"spec": str(state["params"]["w"].sharding.spec), "devices": jax.device_count()}
 
 
+@contextlib.contextmanager
+def connected(coordinator: str | None, count: int, index: int) -> Iterator[None]:
+    """Be one of several processes, or the only one if there is no coordinator."""
+    if coordinator is None:
+        yield
+        return
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        index,
+        coordinator_bind_address=coordinator if index == 0 else None,
+        cluster_detection_method="deactivate",
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=20,
+    )
+    try:
+        yield
+    except BaseException:
+        # The others learn of it at once, while a regular end would wait for them.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    jax.distributed.shutdown()
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what")
@@ -216,8 +252,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0)
     options = parser.parse_args(argv)
-    with _mesh.processes(options.coordinator, options.processes, options.process):
-        mesh = _mesh.make_mesh(options.fsdp)
+    with connected(options.coordinator, options.processes, options.process):
+        sizes = (jax.device_count() // options.fsdp, options.fsdp)
+        mesh = jax.make_mesh(sizes, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
         more = (options.fault, options.limit) if options.what == "loop" else ()
         found = globals()[options.what](mesh, options.out, *more)
         (options.out / f"{options.what}-{jax.process_index()}.json").write_text(json.dumps(found))

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 import halfstep
-from benchmarks._faults._fault import Fault
+from tests._faults._fault import Fault
 
 HALF = jnp.float16
 

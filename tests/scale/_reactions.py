@@ -6,8 +6,8 @@ import signal
 import time
 from typing import Any
 
-from benchmarks import _worker
-from benchmarks._processes import Group
+from tests.scale import _worker
+from tests.scale._processes import Group
 
 LIMIT = 3
 """Of the watchdogs, in seconds."""

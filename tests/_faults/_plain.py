@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._faults._fault import Fault
+from tests._faults._fault import Fault
 
 HALF = jnp.float16
 

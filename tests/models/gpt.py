@@ -1,4 +1,4 @@
-"""The language model that the benchmarks train, in plain float32 and without any framework."""
+"""A language model in plain float32 and without any framework."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,0 +1,1 @@
+"""Models in plain float32 that tests and benchmarks take: each is written as its users write it."""
