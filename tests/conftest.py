@@ -39,6 +39,7 @@ SUBJECTS = {
     "benchmarks": "benchmarks",
     "docs": "docs",
     "examples": "examples",
+    "test_common_errors.py": "docs",
     "test_release.py": ".ci",
 }
 collect_ignore = [

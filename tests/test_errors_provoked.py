@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import halfstep
 from halfstep import optim
+from halfstep._preflight.compile.requirements import compiler_versions
 from halfstep._preflight.report import plot as _preflight_plot
 from halfstep._preflight.target.mesh import find_mesh
 from halfstep.cli import main
@@ -38,6 +39,12 @@ def test_pictures_need_matplotlib(plot: Any, message: str, monkeypatch: pytest.M
     with pytest.raises(ModuleNotFoundError, match=message):
         # Said before anything is looked at. Unwrapped: beartype would object to the arguments.
         inspect.unwrap(plot)(*arguments)
+
+
+def test_programs_are_handed_over_by_flatbuffers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(halfstep.PreflightError, match=r"JAX needs the package flatbuffers, which"):
+        compiler_versions("cuda")
 
 
 def test_two_meshes():

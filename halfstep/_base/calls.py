@@ -130,7 +130,7 @@ class FlatCall:
         the rewriting.
         """
         if self._results is None:
-            # Internal: every caller traces first.
+            # Every caller traces first.
             raise RuntimeError("the call was not traced")
         treedef, others, is_traced = self._results
         count = len(arrays) - len(self._changed)

@@ -25,7 +25,7 @@ def closed(jaxpr: Any) -> ClosedJaxpr:
         inputs: Any = [*jaxpr.constvars, *jaxpr.invars]
         opened = jaxpr.replace(constvars=[], invars=inputs) if jaxpr.constvars else jaxpr
         return ClosedJaxpr(opened, ())
-    # Internal: Whoever reads a parameter of another form says so in its own words.
+    # Callers that read a parameter of another form raise an error in their own words.
     raise TypeError(f"a traced function is needed, got {type(jaxpr).__name__}")
 
 

@@ -123,7 +123,6 @@ class ExplainReport(Report):
         """
         found = _misses(self, low=low, max_findings=max_findings, f8=f8)
         if found:
-            # Says: required: <share> of the contractions' FLOPs in <dtype>; has <share>. Fix <line>
             raise LintError(found)
 
 

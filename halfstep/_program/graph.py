@@ -69,7 +69,7 @@ class Node:
         """The structure of an operation that is known to be of one of some kinds."""
         if not isinstance(self.structure, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            # Internal: Only what the table says is a loop is asked for its body.
+            # Only what the table says is a loop is asked for its body.
             raise TypeError(f"{wanted} is needed, got the operation `{self.name}`")
         return self.structure
 

@@ -87,7 +87,7 @@ def _module(name: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        # Internal: every file that ends with .py has a loader.
+        # Not for any file that ends with .py: each of them has a loader.
         raise CommandError(f"{name!r} cannot be imported as Python. Give a file of Python.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module

@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
             return jnp.asarray(largest, jnp.float32)
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()
-    # Internal: Python asks for names that may not be there, and words it so itself.
+    # Python asks for names that may not be there, and words its own error so.
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

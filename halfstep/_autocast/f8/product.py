@@ -81,7 +81,7 @@ class Site:
             slot: What the recipe's state has for it.
         """
         if slot is None and self.recipe.is_random:
-            # Internal: `check_state` asks for it first.
+            # `check_state` asks for it first.
             raise ValueError(
                 f"the recipe {self.recipe.name!r} is random and needs a key: pass its state, "
                 "scaling=recipe.init(...)."

@@ -1,6 +1,6 @@
 """What a compiled step does, from its optimized HLO: contractions, collectives, memory traffic."""
 
-# Internal: it is about text that XLA's compilers write, and no user does.
+# The errors here are about text that XLA's compilers write: no user can cause or cure them.
 
 from collections import Counter
 from collections.abc import Mapping

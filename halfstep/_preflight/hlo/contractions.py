@@ -7,7 +7,7 @@ convolution, and a batched one as a convolution dilated so far that a window of 
 single element.
 """
 
-# Internal: it is about text that XLA's compilers write, and no user does.
+# The errors here are about text that XLA's compilers write: no user can cause or cure them.
 
 import json
 import math

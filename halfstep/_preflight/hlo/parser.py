@@ -5,7 +5,7 @@ becomes an `Instruction`; a line that looks like one and cannot be read raises. 
 attributes are parsed when they are asked for, so syntax that no count depends on does no harm.
 """
 
-# Internal: it is about text that XLA's compilers write, and no user does.
+# The errors here are about text that XLA's compilers write: no user can cause or cure them.
 
 import math
 import re

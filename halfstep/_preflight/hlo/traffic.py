@@ -8,7 +8,7 @@ that live on chip or on the host count nothing, nor do the workspaces that libra
 Bytes are logical: elements times item size, without the padding of a tiled layout.
 """
 
-# Internal: it is about text that XLA's compilers write, and no user does.
+# The errors here are about text that XLA's compilers write: no user can cause or cure them.
 
 import re
 from collections import Counter

@@ -152,7 +152,6 @@ class PreflightComparison(Report):
         ]
         lines += [worse for entry in self.entries if (worse := _worse(entry, peak))]
         if lines:
-            # Says: the peak grew by more than <share>: <before> -> <after>. Look at what changed.
             raise LintError("\n".join(lines))
 
     def _rows(self) -> list[list[str]]:

@@ -193,7 +193,6 @@ class PreflightReport(Report):
         """
         lines = [miss for entry in self.entries if (miss := f8_miss(entry, f8))]
         if lines:
-            # Says: required: <share> of the eligible contractions' FLOPs in fp8. Mend <line>: <why>
             raise LintError("\n".join(lines))
 
 

@@ -85,13 +85,13 @@ class Target:
 
     def _gpu_figures(self) -> GpuFigures:
         if not isinstance(self.accelerator.figures, GpuFigures):
-            # Internal: callers ask for the platform first.
+            # Callers ask for the platform first.
             raise ValueError(f"{self.name} is a TPU and has no GPU topology; use `tpu_topology`.")
         return self.accelerator.figures
 
     def _tpu_figures(self) -> TpuFigures:
         if not isinstance(self.accelerator.figures, TpuFigures):
-            # Internal: callers ask for the platform first.
+            # Callers ask for the platform first.
             raise ValueError(f"{self.name} is a GPU and has no TPU topology; use `gpu_topology`.")
         return self.accelerator.figures
 

@@ -79,6 +79,6 @@ def finished(like: Leaf, array: Any) -> Any:
 def empty(like: Leaf, about: dict[str, Any]) -> Any:
     """An array without elements, which Orbax does not store."""
     if not is_empty(about):
-        # Internal: only what was found to be empty is asked for.
+        # Only arrays that were found to be empty get here.
         raise AssertionError(about)
     return np.zeros(about["shape"], jnp.dtype(about["dtype"]))

@@ -39,7 +39,7 @@ class AboutHandler(ocp.CheckpointHandler):
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
         """Not by Orbax: see `read_manifest`."""
-        # Internal: Orbax does not call it.
+        # Orbax does not call it.
         raise NotImplementedError
 
     def finalize(self, directory: epath.Path) -> None:
@@ -156,7 +156,7 @@ def read_data(step: epath.Path) -> Any:
         return json.loads(own.read_text())
     files = [path for path in (step / ABOUT).iterdir() if path.name.startswith("data-")]
     if not files:
-        # Internal: it is caught, and told as a CheckpointError.
+        # The caller catches it and raises a CheckpointError.
         raise FileNotFoundError
     texts = {path.read_text() for path in files}
     if len(texts) > 1:

@@ -8,12 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import TypeGuard
 
-ROOT = pathlib.Path(__file__).parents[2]
-# Above a `raise`: why no user can cause it. Without indentation it is about the whole file.
-INTERNAL_MARK = re.compile(r"# Internal: (.+)")
-INTERNAL_FILE = re.compile(r"^# Internal: (.+)$", re.MULTILINE)
-# Above a `raise` whose message is made in another file: the message.
-SAYS = re.compile(r"# Says: (.+)")
+ROOT = pathlib.Path(__file__).parents[1]
 Functions = dict[str, ast.FunctionDef]
 
 
@@ -26,14 +21,12 @@ class Site:
         line: Its first line.
         kind: The exception's class, or the warning's.
         template: The message, with `<names>` for what is filled in.
-        internal: Why no user can cause it; empty if one can.
     """
 
     file: str
     line: int
     kind: str
     template: str
-    internal: str
 
 
 def sites(package: pathlib.Path = ROOT / "halfstep") -> list[Site]:
@@ -47,11 +40,8 @@ def sites(package: pathlib.Path = ROOT / "halfstep") -> list[Site]:
 def of_source(source: str, file: str) -> Iterator[Site]:
     """All of a file. What is caught and passed on as it is was raised elsewhere."""
     tree = ast.parse(source)
-    lines = source.splitlines()
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     owners = _owners(tree)
-    found = INTERNAL_FILE.search(source)
-    whole = found[1] if found else ""
     raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or _warns(node)]
     for node in sorted(raised, key=lambda node: node.lineno):
         call = node.exc if isinstance(node, ast.Raise) else node
@@ -59,9 +49,6 @@ def of_source(source: str, file: str) -> Iterator[Site]:
             call = ast.Call(call, [], [])
         if not isinstance(call, ast.Call):
             continue
-        marks = [one.strip() for one in lines[max(node.lineno - 4, 0) : node.lineno - 1]]
-        why = next((one[1] for text in marks if (one := INTERNAL_MARK.fullmatch(text))), whole)
-        said = next((one[1] for text in marks if (one := SAYS.fullmatch(text))), "")
         owner = owners[node]
         if isinstance(call.func, ast.Name) and call.func.id in functions:
             # A function of the same file makes the error.
@@ -69,14 +56,12 @@ def of_source(source: str, file: str) -> Iterator[Site]:
             made = [one.value for one in ast.walk(owner) if isinstance(one, ast.Return)]
             call = next(one for one in made if isinstance(one, ast.Call))
         kind = "UserWarning" if _warns(call) else _kind(call.func, owner)
-        texts = [said] if said else [""]
-        if call.args and not said:
-            texts = Scope(functions, owner).texts(call.args[0])
+        texts = Scope(functions, owner).texts(call.args[0]) if call.args else []
         for text in dict.fromkeys(texts):
             template = re.sub(r"\s*\n\s*", " ", text).strip()
             # What is caught and told again was raised, and is listed, elsewhere.
-            if why or re.search("[a-z]{2}", _bare(template)):
-                yield Site(file, node.lineno, kind, template, why)
+            if re.search("[a-z]{2}", _bare(template)):
+                yield Site(file, node.lineno, kind, template)
 
 
 def _warns(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -246,3 +231,32 @@ def _name(node: ast.AST) -> str:
             ).strip()
         case _:
             return "..."
+
+
+# How messages begin to say what to do.
+_VERBS = (
+    "add|allow|ask|bring|call|change|check|choose|convert|count|delete|did you mean|fix|give"
+    "|go back|initialize|install|keep|leave|let|look|lower|make|mend|name|or name|pass|put"
+    "|raise|record|reduce|register|reshape|restore|resume|return|save|select|set|shard|stack"
+    "|start|take|try|unset|update|use|wait|wrap|write"
+)
+_ADVICE = re.compile(rf"(?:(?<=[.;:,)>\]] )|(?<=\[ )|^)(?:{_VERBS})\b", re.IGNORECASE)
+_WHEN = re.compile(r"(?:^|[.\]>] )((?:If|For|With|As|Without|To)\b[^.]*)$")
+# What is required is what to do, where it is said and then what came.
+_LISTED = re.compile(r".*[;,] (required one of .*)")
+_REQUIRED = re.compile(
+    r"(.*(?:\bmust\b|\bis\b|\bare\b|\brequired\b|\bneeds?\b|\btakes?\b|\bends\b).*?)[;,] "
+    r"(?:got|the saved one is|it has|the state has|the capture has|found|which)\b.*"
+)
+
+
+def cure(template: str) -> str:
+    """The part of a message that says what to do; empty if there is none."""
+    listed = _LISTED.fullmatch(template)
+    found = _ADVICE.search(template)
+    if found and not listed:
+        when = _WHEN.search(template[: found.start()])
+        start = when.start(1) if when else found.start()
+        return template[start:].strip(" ]")
+    required = listed or _REQUIRED.fullmatch(template)
+    return required[1] if required else ""
