@@ -16,9 +16,9 @@ from halfstep._training.gate import (
 from halfstep._training.grad import (
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
+    split_result as split_result,
     without_value as without_value,
 )
-from halfstep._training.gradient import split_result as split_result
 from halfstep._training.ledger import (
     Ledger as Ledger,
     SkipLimitError as SkipLimitError,

@@ -1,8 +1,7 @@
 """Compressed optimizers: parameters and their state in 5 bytes a parameter."""
 
-from halfstep.optim._chain import ChainState as ChainState, chain as chain
-from halfstep.optim._check import StateError as StateError
 from halfstep.optim._compress import CompressedState as CompressedState, compress as compress
+from halfstep.optim._layout import state_shardings as state_shardings
 from halfstep.optim._master import MasterState as MasterState, master as master
 from halfstep.optim._optimizers import (
     flash_adam as flash_adam,
@@ -15,7 +14,14 @@ from halfstep.optim._release import (
     ReleaseState as ReleaseState,
     release as release,
 )
-from halfstep.optim._shardings import state_shardings as state_shardings
-from halfstep.optim._state import FlashState as FlashState
-from halfstep.optim._stored import coded as coded, stored_bytes as stored_bytes
-from halfstep.optim._transform import Transformation as Transformation
+from halfstep.optim._state import (
+    FlashState as FlashState,
+    StateError as StateError,
+    coded as coded,
+    stored_bytes as stored_bytes,
+)
+from halfstep.optim._transform import (
+    ChainState as ChainState,
+    Transformation as Transformation,
+    chain as chain,
+)

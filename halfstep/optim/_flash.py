@@ -11,12 +11,12 @@ import numpy as np
 from halfstep._base import is_inexact
 from halfstep._training import as_predicate
 from halfstep.kernels.flash_update import Implementation, Leaf, Scalars, Spec, flash_update
-from halfstep.optim._check import check_state
+from halfstep.kernels.flash_update._rule import Moments, updated
 from halfstep.optim._layout import Layout, zeros
-from halfstep.optim._plain import plain_update, plain_zeros
-from halfstep.optim._state import FlashState
+from halfstep.optim._state import FlashState, check_state
 from halfstep.optim._transform import Transformation, transformation
-from halfstep.quant import Groups, Quantized, split
+from halfstep.quant import Groups, Quantized, join, split
+from halfstep.quant._split import parted
 
 Number = Any
 """A hyperparameter: a number, or a traced scalar."""
@@ -213,3 +213,27 @@ def _decays(recipe: Recipe, params: Any, treedef: Any) -> list[Any]:
     mask = recipe.mask(params) if callable(recipe.mask) else recipe.mask
     chosen = jax.tree.leaves(jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), mask, params))
     return [decay if on else jnp.float32(0) for on in chosen]
+
+
+def plain_zeros(leaf: Any, *, real: bool = False) -> Any:
+    """A moment of zeros, in float32 or what is wider."""
+    dtype = np.promote_types(leaf.dtype, jnp.float32)
+    if real and jnp.issubdtype(dtype, jnp.complexfloating):
+        dtype = jnp.finfo(dtype).dtype
+    return zeros(leaf.shape, dtype, leaf)
+
+
+def plain_update(
+    param: Any, low: Any, first: Any, second: Any, grad: Any, by: Scalars, spec: Spec
+) -> tuple[Any, Any, Any, Any]:
+    """One step of a parameter whose moments are stored as they are."""
+    wide = np.promote_types(param.dtype, jnp.float32)
+    value = param.astype(wide) if low is None else join(param, low)
+    # Real hyperparameters meet complex values.
+    with jax.numpy_dtype_promotion("standard"):
+        new = updated(Moments(value, first, second), grad.astype(wide), by, spec)
+    made = parted(new.value, param, low)
+    keep = jnp.asarray(by.keep, bool)
+    pairs = zip((*made, new.first, new.second), (param, low, first, second), strict=True)
+    param, low, first, second = (None if b is None else jnp.where(keep, a, b) for a, b in pairs)
+    return param, low, first, second

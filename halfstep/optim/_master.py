@@ -10,8 +10,8 @@ from jaxtyping import Array, Int32
 
 from halfstep._base import is_inexact, type_of
 from halfstep._training import gated
-from halfstep.optim._check import StateError
 from halfstep.optim._layout import MIN_SIZE, zeros
+from halfstep.optim._state import StateError
 from halfstep.optim._transform import Transformation, of_models, transformation
 from halfstep.quant import join, split, stochastic_round
 

@@ -8,8 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float32
 
-from halfstep._base import is_inexact
+from halfstep._base import at_least_float32, is_inexact
 from halfstep._training import (
     AbstractLossScaling,
     NoLossScaling,
@@ -22,9 +23,8 @@ from halfstep._training import (
     select_tree,
 )
 from halfstep.optim import _release_check as check
-from halfstep.optim._check import StateError
-from halfstep.optim._release_clip import factor, multiply, squares
 from halfstep.optim._release_stack import backward, forward, put, take
+from halfstep.optim._state import StateError
 
 
 class ReleaseState(NamedTuple):
@@ -214,7 +214,7 @@ class Release:
     ) -> tuple[Any, ReleaseState, Verdict]:
         grads, norm, verdict = self._judge(done, by, length)
         finite = verdict.finite if norm is None else verdict & jnp.isfinite(norm)
-        factors = None if norm is None else factor(norm, self.clip)
+        factors = None if norm is None else _factor(norm, self.clip)
         _, _, (layers, layers_state) = self._apply(
             done, state.layers, by, by_outer=False, factors=factors, finite=finite
         )
@@ -231,7 +231,7 @@ class Release:
             flags = flags & jnp.isfinite(by.unscale(magnitudes(grads)))
             if self.clip is None:
                 return sums, flags
-            more = squares(by.unscale(grads))
+            more = _squares(by.unscale(grads))
             return jax.lax.dynamic_update_index_in_dim(sums, more, number, 0), flags
 
         count = len(jax.tree.leaves(done.layers))
@@ -247,7 +247,7 @@ class Release:
         # In the order of the parameters' own leaves: a verdict names them by number.
         outside = finite_flags(by.unscale(magnitudes(raw)), done.loss)
         verdict = judge(jnp.concatenate([flags, outside]))
-        norm = None if self.clip is None else jnp.sqrt(jnp.sum(by_layer) + squares(grads))
+        norm = None if self.clip is None else jnp.sqrt(jnp.sum(by_layer) + _squares(grads))
         return grads, norm, verdict
 
     def _apply(
@@ -276,8 +276,8 @@ class Release:
 
     def _clipped(self, grads: Any, by: Any = None) -> Any:
         if self.per_layer_clip is not None:
-            by = factor(jnp.sqrt(squares(grads)), self.per_layer_clip)
-        return grads if by is None else multiply(grads, by)
+            by = _factor(jnp.sqrt(_squares(grads)), self.per_layer_clip)
+        return grads if by is None else _multiply(grads, by)
 
 
 def release(
@@ -406,3 +406,29 @@ def _stepped(tx: Any, params: Any, state: Any, grads: Any, finite: Any) -> tuple
     if finite is None or isinstance(tx, StepsInPlace):
         return new
     return select_tree(finite, new, (params, state))
+
+
+def _squares(grads: Any) -> Float32[Array, ""]:
+    """The sum of the squares of all gradients, in float32."""
+    total = jnp.zeros((), jnp.float32)
+    for leaf in jax.tree.leaves(grads):
+        real = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+        total = sum((jnp.sum(jnp.square(part.astype(jnp.float32))) for part in real), total)
+    return total
+
+
+def _factor(norm: Float32[Array, ""], limit: Any) -> Float32[Array, ""]:
+    """What makes a norm at most `limit`: 1 if it is."""
+    limit = jnp.asarray(limit, jnp.float32)
+    # Divided by what is not smaller: neither zero nor rounded above one.
+    return limit / jnp.maximum(norm, limit)
+
+
+def _multiply(grads: Any, by: Any) -> Any:
+    """Gradients times a factor, computed in float32 and of the dtypes that they had."""
+
+    def of(leaf: Any) -> Any:
+        wide = at_least_float32(leaf.dtype)
+        return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
+
+    return jax.tree.map(of, grads)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._base import at_least_float32, is_inexact, path_string, type_of
-from halfstep.optim._check import StateError
+from halfstep.optim._state import StateError
 
 
 def check_params(params: Any) -> int:

@@ -1,8 +1,16 @@
-"""What the compressed optimizers store."""
+"""The state of a compressed optimizer: its arrays, their size, and whether they fit."""
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32
+
+from halfstep._base import is_inexact, path_string, type_of
+from halfstep.optim._layout import Layout
+from halfstep.quant import Groups, Quantized
+from halfstep.quant._groups import groups_between
 
 
 class FlashState(NamedTuple):
@@ -34,3 +42,151 @@ class FlashState(NamedTuple):
     """First moments, or momenta."""
     second: Any
     """Second moments."""
+
+
+def coded(state: Any) -> list[Quantized]:
+    """The arrays of a state that are stored in codes.
+
+    Args:
+        state: Any optimizer's.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        params = {"w": jnp.ones((128, 64)), "b": jnp.zeros(64)}
+        state = optim.flash_adam(1e-3).init(params)
+        # Both moments of `w`; those of `b` are too small.
+        assert [x.codes.shape for x in optim.coded(state)] == [(128, 64), (128, 64)]
+        ```
+    """
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Quantized))
+    return [leaf for leaf in leaves if isinstance(leaf, Quantized)]
+
+
+def stored_bytes(*trees: Any) -> int:
+    """How many bytes the arrays of trees take, over all devices once.
+
+    Args:
+        *trees: Such as parameters and an optimizer's state, or their shapes.
+
+    Example:
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        params = jax.eval_shape(lambda: {"w": jnp.zeros((4096, 4096))})
+        made = jax.eval_shape(optim.flash_adamw(1e-3).prepare, params)
+        assert optim.stored_bytes(made) / 4096**2 < 5.1251
+        ```
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(trees) if hasattr(leaf, "dtype")]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+class StateError(ValueError):
+    """A state does not fit the optimizer or the parameters: it says where, and what changed.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep import optim
+
+        params = {"w": jnp.ones(8)}
+        state = optim.flash_lion(1e-4).init(params)
+        try:
+            optim.flash_adam(1e-3).step(params, state, params)
+        except optim.StateError as error:
+            message = str(error)
+        assert "made by another optimizer" in message
+        ```
+    """
+
+
+def check_state(
+    layout: Layout, moments: tuple[bool, bool], params: Any, state: Any
+) -> list[Groups | None]:
+    """The groups of each leaf, as the state was written.
+
+    Raises:
+        StateError: If the state is another optimizer's, or one's with other options.
+    """
+    if not isinstance(state, FlashState):
+        raise StateError(
+            f"the state must be a FlashState, as `init` or `prepare` returns it; "
+            f"got {type(state).__name__}."
+        )
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    try:
+        fields = [treedef.flatten_up_to(f) for f in (state.low, state.first, state.second)]
+    except ValueError as error:
+        raise StateError(
+            "the state was made for parameters of another structure; call `init` with these, or "
+            f"restore those that it was saved with. {error}"
+        ) from None
+    return [
+        _check_leaf(path_string(path), leaf, low, (first, second), moments, layout)
+        for (path, leaf), low, first, second in zip(flat, *fields, strict=True)
+    ]
+
+
+def _check_leaf(
+    path: str, leaf: Any, low: Any, found: Any, moments: tuple[bool, bool], layout: Layout
+) -> Groups | None:
+    if not is_inexact(leaf):
+        return None
+    _check_low(path, leaf, low, layout)
+    groups: list[Groups | None] = []
+    for name, moment, has in zip(("first", "second"), found, moments, strict=True):
+        if has != (moment is not None):
+            raise StateError(
+                f"this optimizer stores {'a' if has else 'no'} {name} moment; the state of {path} "
+                f"has {'one' if moment is not None else 'none'}. It was made by another optimizer, "
+                "or by one with other options: use that one, or call `init` anew."
+            )
+        if has:
+            groups.append(_groups_of(path, leaf, name, moment))
+    if not groups:
+        # Without moments nothing says it: as it would be made now.
+        return None
+    if len(set(groups)) > 1:
+        raise StateError(
+            f"the moments of {path} must be divided alike; got {groups}. Pass a state as `init` or "
+            "`prepare` returns it."
+        )
+    return groups[0]
+
+
+def _check_low(path: str, leaf: Any, low: Any, layout: Layout) -> None:
+    wanted = {None: None, 24: np.dtype(np.int8), 32: np.dtype(np.int16)}[layout.master_bits]
+    wanted = wanted if leaf.dtype == jnp.bfloat16 else None
+    got = None if low is None else np.dtype(low.dtype)
+    if got != wanted:
+        names = {None: "none", np.dtype(np.int8): "24 bits", np.dtype(np.int16): "32 bits"}
+        raise StateError(
+            f"the master of {path}, {type_of(leaf)}, must be of "
+            f"{names[wanted]} (master_bits={layout.master_bits}); the state has "
+            f"{names.get(got, got)}. Pass the master_bits that the state was made with, and "
+            "parameters of the dtype that they had."
+        )
+
+
+def _groups_of(path: str, leaf: Any, name: str, moment: Any) -> Groups | None:
+    if not isinstance(moment, Quantized):
+        if moment.shape != leaf.shape:
+            raise _misfit(path, leaf, name, moment)
+        return None
+    groups = groups_between(leaf.shape, moment.scale.shape)
+    if moment.codes.shape != leaf.shape or groups is None:
+        raise _misfit(path, leaf, name, moment.codes)
+    return groups
+
+
+def _misfit(path: str, leaf: Any, name: str, got: Any) -> StateError:
+    return StateError(
+        f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for every "
+        f"32 elements of one axis if it is coded; got {type_of(got)}. The state "
+        "was made for other parameters."
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep.kernels.flash_update import Leaf, Scalars, Spec
-from halfstep.kernels.flash_update._math import noise
+from halfstep.kernels.flash_update._rule import noise
 from halfstep.quant import Groups, groups_for
 
 EPS = float(np.finfo(np.float32).eps)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfstep.kernels.flash_update import Leaf, Scalars, Spec, _cpu, _reference
+from halfstep.kernels.flash_update import Leaf, Scalars, Spec, _block, _cpu
 from halfstep.quant import Groups, join
 
 ALGORITHMS = ("adam", "lion", "sgd")
@@ -92,25 +92,25 @@ def assert_near(found: Leaf, wanted: Leaf, *, rate: float = 1e-2, steps: int = 3
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_as_the_plain_form(algorithm, dtypes):
     leaf, spec = made((96, 200), algorithm, DTYPES[dtypes])
-    assert_near(stepped(update, leaf, spec), stepped(_reference.update, leaf, spec))
+    assert_near(stepped(update, leaf, spec), stepped(_block.update, leaf, spec))
 
 
 @pytest.mark.parametrize("shape", [(32, 7), (2, 64, 40), (2, 3, 32, 16)], ids=str)
 def test_shapes(shape):
     leaf, spec = made(shape, "adam")
-    assert_near(stepped(update, leaf, spec), stepped(_reference.update, leaf, spec))
+    assert_near(stepped(update, leaf, spec), stepped(_block.update, leaf, spec))
 
 
 def test_gradients_of_float32():
     leaf, spec = made((64, 64), "adam")
-    pair = [stepped(u, leaf, spec, grad=jnp.float32) for u in (update, _reference.update)]
+    pair = [stepped(u, leaf, spec, grad=jnp.float32) for u in (update, _block.update)]
     assert_near(*pair)
 
 
 def test_random_rounding_draws_the_same_numbers():
     leaf, spec = made((64, 64), "adam")
     spec = Spec("adam", spec.groups, stochastic=True)
-    assert_near(stepped(update, leaf, spec), stepped(_reference.update, leaf, spec))
+    assert_near(stepped(update, leaf, spec), stepped(_block.update, leaf, spec))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -140,7 +140,7 @@ def test_an_element_that_is_not_finite_stays_alone():
 def test_other_groups_take_the_plain_form(shape, axis, monkeypatch):
     leaf, spec = made(shape, "adam", axis=axis)
     calls = []
-    monkeypatch.setattr(_reference, "update", lambda *args: calls.append(args) or leaf)
+    monkeypatch.setattr(_block, "update", lambda *args: calls.append(args) or leaf)
     update(leaf, jnp.ones(shape, jnp.bfloat16), scalars(), spec)
     assert len(calls) == 1
 
@@ -148,7 +148,7 @@ def test_other_groups_take_the_plain_form(shape, axis, monkeypatch):
 def test_small_leaves_take_the_plain_form(monkeypatch):
     leaf, spec = made((64, 64), "adam")
     calls = []
-    monkeypatch.setattr(_reference, "update", lambda *args: calls.append(args) or leaf)
+    monkeypatch.setattr(_block, "update", lambda *args: calls.append(args) or leaf)
     _cpu.update(leaf, jnp.ones((64, 64), jnp.bfloat16), scalars(), spec)
     assert len(calls) == 1
 
@@ -169,4 +169,4 @@ def test_temporaries(algorithm):
 
 
 def test_the_bound_on_temporaries_can_fail():
-    assert temporaries(_reference.update, "adam") > 4
+    assert temporaries(_block.update, "adam") > 4

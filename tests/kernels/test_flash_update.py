@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from halfstep.kernels.flash_update import Leaf, Spec, _gpu, _reference, _tpu, _xla_gpu, flash_update
+from halfstep.kernels.flash_update import Leaf, Spec, _block, _gpu, _tpu, _xla_gpu, flash_update
 from halfstep.quant import Groups
 from tests._rows import slow_unless
 from tests.kernels._oracle import check, make, scalars
@@ -43,7 +43,7 @@ fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_le
 
 def run(kind: str, leaf: Leaf, grad: Any, by: Any, spec: Spec) -> Leaf:
     if kind in ("reference", "two passes"):
-        plain = {"reference": _reference, "two passes": _xla_gpu}[kind]
+        plain = {"reference": _block, "two passes": _xla_gpu}[kind]
         return fast(functools.partial(plain.update, spec=spec))(leaf, grad, by)
     module = {"gpu": _gpu, "tpu": _tpu}[kind]
     update = functools.partial(module.update, spec=spec, interpret=True)

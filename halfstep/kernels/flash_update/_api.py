@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from halfstep.kernels._target import capability_of
-from halfstep.kernels.flash_update import _cpu, _gpu, _reference, _tpu, _xla_gpu
+from halfstep.kernels.flash_update import _block, _cpu, _gpu, _tpu, _xla_gpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
     alike,
@@ -21,7 +21,7 @@ from halfstep.kernels.flash_update._partition import (
     may_be_divided,
     partitioned,
 )
-from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._rule import Leaf, Scalars, Spec, leaf_of
 
 Implementation = Literal["xla", "gpu", "tpu", "interpret"] | None
 
@@ -123,7 +123,7 @@ def _flat(leaf: Leaf) -> tuple[Any, ...]:
 # Jitted, so that leaves of one shape are traced and lowered once.
 @partial(jax.jit, static_argnames=("present", "spec"))
 def _plain(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    return _flat(_reference.update(leaf_of(present, arrays), grad, _scalars(by), spec))
+    return _flat(_block.update(leaf_of(present, arrays), grad, _scalars(by), spec))
 
 
 @partial(jax.jit, static_argnames=("present", "spec"))

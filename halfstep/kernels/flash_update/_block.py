@@ -1,4 +1,4 @@
-"""The update of one block, which is that of every kernel and of the reference; and the blocks."""
+"""The update of one block, which every kernel and the reference run; and the shapes of blocks."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from halfstep.kernels.flash_update._math import hashed, updated
-from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._rule import (
+    Leaf,
+    Moments,
+    Scalars,
+    Spec,
+    hashed,
+    leaf_of,
+    updated,
+)
 from halfstep.quant._codes import Code, scale_of
 from halfstep.quant._groups import SIZE, Groups
 from halfstep.quant._split import joined, parted, widened
@@ -158,3 +165,14 @@ def reshaped(arrays: Sequence[Any], like: Leaf) -> Leaf:
     """The leaf of a kernel's results, in the shapes of the one that it was given."""
     pairs = zip(like.present, arrays, strict=True)
     return leaf_of(like.present, [array.reshape(like[i].shape) for i, array in pairs])
+
+
+def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
+    """One step of a leaf: that of a block which is all of it."""
+    shape, groups = leaf.param.shape, spec.groups
+    at = None
+    if spec.stochastic:
+        # Counted with what fills a last group, as kernels count.
+        count = math.prod(groups.scale_shape(shape)) * groups.size
+        at = groups.whole(jnp.arange(count, dtype=jnp.uint32), shape)
+    return update_block(leaf, grad, by, spec, groups, at=at)

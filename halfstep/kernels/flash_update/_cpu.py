@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
 
-from halfstep.kernels.flash_update import _reference
-from halfstep.kernels.flash_update._math import noise, updated
-from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
+from halfstep.kernels.flash_update import _block
+from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, noise, updated
 from halfstep.quant._codes import scale_of
 from halfstep.quant._split import join, parted, widened
 
@@ -34,7 +33,7 @@ _FOLD = 8
 
 
 def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, min_size: int = MIN_SIZE) -> Leaf:
-    """One step of a leaf, as `_reference.update` computes it.
+    """One step of a leaf, as `_block.update` computes it.
 
     Args:
         leaf: The parameter and its state, on one device.
@@ -44,7 +43,7 @@ def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, min_size: int = MI
         min_size: Leaves of fewer elements take the plain form.
     """
     if not _fits(leaf, grad, spec) or leaf.param.size < min_size:
-        return _reference.update(leaf, grad, by, spec)
+        return _block.update(leaf, grad, by, spec)
     keep = jnp.asarray(by.keep, bool)
     passes = _Passes(leaf, grad, by, spec)
     # Of an argument: read from a result it would be one more use of all that makes it.

@@ -30,8 +30,7 @@ from halfstep.kernels.flash_update._block import (
     reshaped,
     view_of,
 )
-from halfstep.kernels.flash_update._math import updated
-from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, leaf_of, updated
 from halfstep.quant._codes import scale_of
 from halfstep.quant._split import joined, parted, widened
 

@@ -26,7 +26,7 @@ from halfstep.kernels.flash_update._block import (
     reshaped,
     update_block,
 )
-from halfstep.kernels.flash_update._spec import Leaf, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._rule import Leaf, Scalars, Spec, leaf_of
 
 # A block: rows of 8 full groups, since scales are loaded in eights; columns that keep copies long.
 _ROWS = 256

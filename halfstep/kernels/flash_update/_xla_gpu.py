@@ -5,7 +5,7 @@ does not take. XLA:GPU makes it four kernels. The first pass reads the gradient 
 writes the new scales to a temporary: 0.125 bytes per parameter. The second pass is element-wise, so
 that XLA updates parameters and moments in place, in one kernel.
 
-The plain form of `_reference` needs 13 bytes of temporaries per parameter on a GPU. Three things
+The plain form of `_block.update` needs 13 bytes of temporaries per parameter on a GPU. Three things
 make the difference:
 
 - The maximum of a group is a `reduce_window` and not a `reduce`. XLA:GPU computes a window inside
@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
 
-from halfstep.kernels.flash_update._math import hashed, updated
-from halfstep.kernels.flash_update._spec import Leaf, Moments, Scalars, Spec
+from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, hashed, updated
 from halfstep.quant._codes import scale_of
 from halfstep.quant._groups import Groups
 from halfstep.quant._split import joined, parted, widened
