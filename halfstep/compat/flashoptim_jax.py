@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import optax
 
 from halfstep.optim import FlashState
-from halfstep.optim._flash import Recipe, flash
-from halfstep.optim._optimizers import layout_of
+from halfstep.optim._flash import FlashRule, flash
+from halfstep.optim._layout import StateOptions, options_of
 from halfstep.optim._transform import Transformation
 from halfstep.quant import join, split
 
@@ -75,10 +75,10 @@ def flash_adamw(
 ) -> FlashOptimizer:
     """AdamW with decoupled weight decay; see `halfstep.optim.flash_adamw`."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
-    recipe = Recipe(
-        "adam", learning_rate, b1, b2, eps, weight_decay, None, moments=(True, True), **options
+    rule = FlashRule(
+        "adam", learning_rate, b1=b1, b2=b2, eps=eps, decay=weight_decay, moments=(True, True)
     )
-    return _wrapped(flash(recipe), FlashAdamState)
+    return _wrapped(flash(rule, options), FlashAdamState)
 
 
 def flash_adam(
@@ -95,19 +95,17 @@ def flash_adam(
 ) -> FlashOptimizer:
     """Adam; weight decay is a part of the gradient."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
-    recipe = Recipe(
+    rule = FlashRule(
         "adam",
         learning_rate,
-        b1,
-        b2,
-        eps,
-        weight_decay,
-        None,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        decay=weight_decay,
         moments=(True, True),
         coupled=True,
-        **options,
     )
-    return _wrapped(flash(recipe), FlashAdamState)
+    return _wrapped(flash(rule, options), FlashAdamState)
 
 
 def flash_lion(
@@ -123,10 +121,8 @@ def flash_lion(
 ) -> FlashOptimizer:
     """Lion; see `halfstep.optim.flash_lion`."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
-    recipe = Recipe(
-        "lion", learning_rate, b1, b2, 0.0, weight_decay, None, moments=(True, False), **options
-    )
-    return _wrapped(flash(recipe), FlashLionState)
+    rule = FlashRule("lion", learning_rate, b1=b1, b2=b2, decay=weight_decay, moments=(True, False))
+    return _wrapped(flash(rule, options), FlashLionState)
 
 
 def flash_sgd(
@@ -170,29 +166,25 @@ def _sgd(
     decay: Any,
     nesterov: bool,
     coupled: bool,
-    options: dict[str, Any],
+    options: StateOptions,
 ) -> FlashOptimizer:
     if dampening:
         raise ValueError(f"dampening must be 0; got {dampening}. Use a smaller learning rate.")
-    recipe = Recipe(
+    rule = FlashRule(
         "sgd",
         rate,
-        momentum,
-        0.0,
-        0.0,
-        decay,
-        None,
+        b1=momentum,
+        decay=decay,
         moments=(bool(momentum), False),
         nesterov=nesterov,
         coupled=coupled,
-        **options,
     )
-    return _wrapped(flash(recipe), FlashSGDState)
+    return _wrapped(flash(rule, options), FlashSGDState)
 
 
 def _options(
     quantize: bool, master_bits: int | None, group_size: int, fused: bool, param_groups: Any
-) -> dict[str, Any]:
+) -> StateOptions:
     if group_size != 32:
         raise ValueError(f"group_size must be 32, for which kernels are written; got {group_size}.")
     if param_groups is not None:
@@ -200,8 +192,11 @@ def _options(
             "param_groups is not supported: use optax.multi_transform, of which these optimizers "
             f"can be parts; got {param_groups!r}."
         )
-    layout = layout_of(master_bits, (), None if quantize else _EVERYTHING, "bfloat16")
-    return {"layout": layout, "implementation": None if fused else "xla"}
+    return options_of(
+        master_bits=master_bits,
+        min_size=None if quantize else _EVERYTHING,
+        implementation=None if fused else "xla",
+    )
 
 
 def _wrapped(tx: Transformation, kind: Any) -> FlashOptimizer:

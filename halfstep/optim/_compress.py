@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32
 
 from halfstep._base import compile_rule, match_rules, path_string, type_of
 from halfstep._training import gated
-from halfstep.optim._layout import MIN_SIZE, is_stochastic, shards_of
+from halfstep.optim._layout import options_of, shards_of
 from halfstep.optim._state import StateError
 from halfstep.optim._transform import Transformation, of_models, transformation
 from halfstep.quant import CODES, Quantized, dequantize, groups_for, quantize
@@ -121,22 +121,21 @@ def compress(
         assert coded == ["int8", "int8", "uint8"]
         ```
     """
-    is_random = is_stochastic(rounding)
-    smallest = MIN_SIZE if min_size is None else min_size
+    options = options_of(min_size=min_size, scale_dtype=scale_dtype, rounding=rounding, seed=seed)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> CompressedState:
         inner = tx.init(params)
-        found = codes_in(inner, codes, smallest)
+        found = codes_in(inner, codes, options.min_size)
         return CompressedState(
-            jnp.zeros((), jnp.int32), encoded(inner, found, scale_dtype=scale_dtype)
+            jnp.zeros((), jnp.int32), encoded(inner, found, scale_dtype=options.scale_dtype)
         )
 
     def known(params: Any) -> tuple[Codes, dict[str, tuple[int, ...]]]:
         like = jax.eval_shape(tx.init, params)
         flat = jax.tree_util.tree_flatten_with_path(like)[0]
         shapes = {path_string(path): leaf.shape for path, leaf in flat if hasattr(leaf, "shape")}
-        return codes_in(like, codes, smallest), shapes
+        return codes_in(like, codes, options.min_size), shapes
 
     def step(
         params: Any, state: CompressedState, grads: Any, finite: Any = True, **extra_args: Any
@@ -148,8 +147,8 @@ def compress(
             inner = decoded(state.inner, found, shapes)
             updates, inner = tx.update(grads, inner, params, **extra_args)
             key = None
-            if is_random:
-                key = jax.random.fold_in(jax.random.key(seed or 0), state.count)
+            if options.stochastic:
+                key = jax.random.fold_in(jax.random.key(options.seed), state.count)
             inner = encoded_like(inner, state.inner, found, key=key)
             return optax.apply_updates(params, updates), CompressedState(state.count + 1, inner)
 

@@ -1,35 +1,61 @@
-"""The layout of a state: which leaves are compressed, in which groups, and on which devices."""
+"""The options of compressed optimizers: which leaves they compress, in which groups, and where."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from halfstep._base import match_rules, path_string
-from halfstep.quant import Groups, groups_for
+from halfstep.kernels.flash_update import Implementation
+from halfstep.quant import Groups, Quantized, groups_for
+from halfstep.quant._codes import as_scale_dtype
 from halfstep.quant._groups import SIZE
 
-MIN_SIZE = 4096
-"""Leaves with fewer elements stay float32: they are norms and biases, and save nothing."""
+MasterBits = Literal[24, 32, "auto"] | None
+Rounding = Literal["nearest", "stochastic"]
+
+ArrayOrShape = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+"""A leaf of parameters, or its shape: both have a dtype, a shape and perhaps a sharding."""
+
+_MIN_SIZE = 4096
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the state of an optimizer is laid out: all that must be the same after a restart."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """The options that compressed optimizers share, checked. `options_of` makes them.
 
-    master_bits: int | None
+    The first four say how a state is laid out: they must be the same after a restart.
+
+    Attributes:
+        master_bits: 24 or 32, the bits of a bfloat16 parameter and its state together; `None` if
+            the state holds none of them.
+        keep: Paths of parameters that are not compressed.
+        min_size: Leaves with fewer elements are not compressed either: they are norms and biases,
+            and would save nothing.
+        scale_dtype: The dtype of the scales, bfloat16 or float32.
+        stochastic: Whether codes are rounded up or down at random.
+        seed: Where that randomness begins.
+        implementation: Which kernel computes the step; `None` for that of the platform.
+    """
+
+    master_bits: Literal[24, 32] | None
     keep: tuple[str, ...]
     min_size: int
     scale_dtype: np.dtype
+    stochastic: bool
+    seed: int
+    implementation: Implementation
 
-    def groups(self, params: Any) -> list[Groups | None]:
-        """The groups of each leaf; `None` for those that are not compressed."""
+    def groups(self, params: PyTree) -> list[Groups | None]:
+        """Return the groups of each leaf; `None` for leaves that are not compressed."""
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         kept = match_rules(self.keep, [path_string(path) for path, _ in flat], option="keep")
         return [
@@ -37,66 +63,92 @@ class Layout:
             for (_, leaf), is_kept in zip(flat, kept, strict=True)
         ]
 
-    def _groups_of(self, leaf: Any) -> Groups | None:
-        if not is_compressible(leaf) or np.size(leaf) < self.min_size:
+    def _groups_of(self, leaf: PyTree) -> Groups | None:
+        is_float = getattr(leaf, "dtype", None) in (jnp.float32, jnp.bfloat16)
+        if not is_float or not leaf.shape or np.size(leaf) < self.min_size:
             return None
         return groups_for(leaf.shape, shards=shards_of(leaf))
 
+    @property
+    def low_dtype(self) -> np.dtype | None:
+        """The dtype of the bits that a bfloat16 parameter lacks; `None` if none are stored."""
+        bits = {24: np.int8, 32: np.int16}
+        return None if self.master_bits is None else np.dtype(bits[self.master_bits])
 
-def is_compressible(leaf: Any) -> bool:
-    """Whether a leaf is an array whose moments can be coded."""
-    return getattr(leaf, "dtype", None) in (jnp.float32, jnp.bfloat16) and len(leaf.shape) > 0
+
+def options_of(
+    *,
+    master_bits: ArrayLike | str | None = "auto",
+    keep: Sequence[str] = (),
+    min_size: int | None = None,
+    scale_dtype: DTypeLike = "bfloat16",
+    rounding: str = "nearest",
+    seed: int | None = None,
+    implementation: Implementation = None,
+) -> StateOptions:
+    """Check the options of an optimizer. `flash_adamw` explains them.
+
+    Raises:
+        ValueError: If an option has a value that is none of its own.
+    """
+    # Looked at by kind first: `optax.inject_hyperparams` traces every number that is not named in
+    # its static_args, and a traced 24 can be compared with nothing.
+    is_known = master_bits is None or isinstance(master_bits, int | str)
+    if not is_known or master_bits not in (None, "auto", 24, 32):
+        raise ValueError(
+            f"master_bits must be 24, 32, 'auto' or None, and not traced; got {master_bits!r}. "
+            "With optax.inject_hyperparams name it in static_args."
+        )
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
+    return StateOptions(
+        master_bits=None if master_bits is None else 32 if master_bits == 32 else 24,
+        keep=tuple(keep),
+        min_size=_MIN_SIZE if min_size is None else min_size,
+        scale_dtype=as_scale_dtype(scale_dtype),
+        stochastic=rounding == "stochastic",
+        seed=seed or 0,
+        implementation=implementation,
+    )
 
 
-def sharding_of(leaf: Any) -> NamedSharding | None:
-    """Where a leaf lies, if that is known: of arrays, of shapes, and of traced values' types."""
+def sharding_of(leaf: object) -> NamedSharding | None:
+    """Return how a leaf is divided among devices; `None` if nothing says it."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, Tracer):
+        # A tracer has no devices of its own. Its type has a sharding over a mesh of explicit axes.
         sharding = getattr(jax.typeof(leaf), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     return sharding
 
 
-def shards_of(leaf: Any) -> tuple[int, ...]:
-    """Into how many parts each axis of a leaf is divided over devices."""
+def shards_of(leaf: ArrayOrShape) -> tuple[int, ...]:
+    """Return into how many parts each axis of a leaf is divided over devices."""
     sharding = sharding_of(leaf)
     if sharding is None:
         return (1,) * len(leaf.shape)
+    # A spec may be shorter than a shape: axes that it does not name are not divided.
     axes = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
     return tuple(_parts(sharding, axis) for axis in axes)
 
 
-def _parts(sharding: NamedSharding, axis: Any) -> int:
-    """Into how many parts an entry of a sharding's spec divides an axis."""
+def _parts(sharding: NamedSharding, axis: object) -> int:
+    """Return into how many parts an entry of a sharding's spec divides an axis."""
     names = (axis,) if isinstance(axis, str) else axis if isinstance(axis, tuple) else ()
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
-def zeros(shape: Sequence[int], dtype: Any, like: Any) -> jax.Array:
-    """Zeros that lie where a leaf lies."""
+def zeros(shape: Sequence[int], dtype: DTypeLike, like: object) -> jax.Array:
+    """Return zeros that are divided among devices as a leaf is."""
     sharding = sharding_of(like)
     if sharding is None:
         return jnp.zeros(tuple(shape), dtype)
     return jnp.zeros(tuple(shape), dtype, device=sharding)
 
 
-def is_stochastic(rounding: str) -> bool:
-    """Whether codes are rounded at random.
-
-    Raises:
-        ValueError: If it is no way to round.
-    """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
-    return rounding == "stochastic"
-
-
-_PARTS = ("codes", "scale")
-
-
 def state_shardings(state: Any, params: Any) -> Any:
-    """Shardings for an optimizer's state, derived from those of the parameters.
+    """Derive shardings for an optimizer's state from those of the parameters.
 
     For `out_shardings` of a compiled `init` or `prepare`, and to restore a checkpoint onto another
     mesh. What belongs to a parameter, its codes and its scales too, is sharded as it is; the rest,
@@ -140,9 +192,10 @@ def state_shardings(state: Any, params: Any) -> Any:
         )
     everywhere = NamedSharding(meshes.pop(), PartitionSpec())
 
-    def of(path: Any, leaf: Any) -> NamedSharding:
+    def of(path: tuple[object, ...], leaf: ArrayOrShape) -> NamedSharding:
         names = path_string(path).split("/")
-        names = names[:-1] if names[-1] in _PARTS else names
+        # The last name of a compressed leaf is a field of `Quantized`, and no part of the path.
+        names = names[:-1] if names[-1] in Quantized._fields else names
         # The longest path first: `layers/w` before `w`.
         for start in range(len(names)):
             param, sharding = found.get("/".join(names[start:]), (None, None))
@@ -153,8 +206,8 @@ def state_shardings(state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def _that_fits(leaf: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding without the axes that an array cannot be divided over, such as few scales."""
+def _that_fits(leaf: ArrayOrShape, sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding without the axes that an array is too short for, such as few scales."""
     pairs = zip(leaf.shape, sharding.spec, strict=False)
     spec = [axis if size % _parts(sharding, axis) == 0 else None for size, axis in pairs]
     if tuple(spec) == tuple(sharding.spec):
@@ -162,9 +215,17 @@ def _that_fits(leaf: Any, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
-def _is_alike(leaf: Any, param: Any) -> bool:
-    """Whether an array has an axis for each of a parameter's: the same, or divided into groups."""
+def _is_alike(leaf: ArrayOrShape, param: ArrayOrShape) -> bool:
+    """Return whether an array has an axis for each of a parameter's.
+
+    The axis may be as long as the parameter's (codes), divided into groups (scales), or half of
+    whole groups (two codes of 4 bits in a byte).
+    """
     if len(leaf.shape) != len(param.shape):
         return False
-    pairs = zip(leaf.shape, param.shape, strict=True)
-    return all(ours in (dim, -(-dim // SIZE), -(-dim // SIZE) * SIZE // 2) for ours, dim in pairs)
+
+    def lengths(dim: int) -> tuple[int, int, int]:
+        groups = math.ceil(dim / SIZE)
+        return dim, groups, groups * SIZE // 2
+
+    return all(ours in lengths(dim) for ours, dim in zip(leaf.shape, param.shape, strict=True))

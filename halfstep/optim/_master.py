@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from halfstep._base import is_inexact, type_of
 from halfstep._training import gated
-from halfstep.optim._layout import MIN_SIZE, zeros
+from halfstep.optim._layout import options_of, zeros
 from halfstep.optim._state import StateError
 from halfstep.optim._transform import Transformation, of_models, transformation
 from halfstep.quant import join, split, stochastic_round
@@ -94,7 +94,7 @@ def master(
             f"dtype={half.name}, kind={kind!r}."
         )
     tx = optax.with_extra_args_support(tx)
-    smallest = MIN_SIZE if min_size is None else min_size
+    options = options_of(min_size=min_size, seed=seed)
 
     def wide(params: Any, rest: Any) -> Any:
         leaves, treedef = jax.tree.flatten(params)
@@ -107,7 +107,7 @@ def master(
 
     def prepare(params: Any) -> tuple[Any, MasterState]:
         leaves, treedef = jax.tree.flatten(params)
-        made = [_prepared(leaf, kind, half, smallest) for leaf in leaves]
+        made = [_prepared(leaf, kind, half, options.min_size) for leaf in leaves]
         low = treedef.unflatten([leaf for leaf, _ in made])
         rest = treedef.unflatten([more for _, more in made])
         return low, MasterState(jnp.zeros((), jnp.int32), rest, tx.init(wide(low, rest)))
@@ -121,7 +121,7 @@ def master(
             given = jax.tree.map(_like, grads, values)
             updates, inner = tx.update(given, state.inner, values, **extra_args)
             values = optax.apply_updates(values, updates)
-            key = jax.random.fold_in(jax.random.key(seed or 0), state.count)
+            key = jax.random.fold_in(jax.random.key(options.seed), state.count)
             leaves, treedef = jax.tree.flatten(params)
             new = treedef.flatten_up_to(values)
             made = [

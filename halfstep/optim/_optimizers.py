@@ -1,17 +1,17 @@
 """The compressed optimizers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
 
 from halfstep.kernels.flash_update import Implementation
-from halfstep.optim._flash import Number, Recipe, flash
-from halfstep.optim._layout import MIN_SIZE, Layout, is_stochastic
+from halfstep.optim._flash import FlashRule, Number, flash
+from halfstep.optim._layout import MasterBits, Rounding, options_of
 from halfstep.optim._transform import Transformation
-from halfstep.quant._codes import as_scale_dtype
 
-Rate = Number | Callable[[Any], Any]
-MasterBits = Literal[24, 32, "auto"] | None
-Rounding = Literal["nearest", "stochastic"]
+Rate = Number | Callable[[jax.Array], ArrayLike]
 
 
 def flash_adamw(
@@ -78,21 +78,26 @@ def flash_adamw(
         assert (quant.join(params["w"], state.low["w"]) < 1).all()
         ```
     """
-    return flash(
-        Recipe(
-            "adam",
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            mask,
-            moments=(True, True),
-            layout=layout_of(master_bits, keep, min_size, scale_dtype),
-            implementation=implementation,
-            **_random(rounding, seed),
-        )
+    options = options_of(
+        master_bits=master_bits,
+        keep=keep,
+        min_size=min_size,
+        scale_dtype=scale_dtype,
+        rounding=rounding,
+        seed=seed,
+        implementation=implementation,
     )
+    rule = FlashRule(
+        "adam",
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        decay=weight_decay,
+        mask=mask,
+        moments=(True, True),
+    )
+    return flash(rule, options)
 
 
 def flash_adam(
@@ -204,21 +209,19 @@ def flash_lion(
         assert jnp.allclose(params["w"].astype(jnp.float32), -1e-4, rtol=0.01)
         ```
     """
-    return flash(
-        Recipe(
-            "lion",
-            learning_rate,
-            b1,
-            b2,
-            0.0,
-            weight_decay,
-            mask,
-            moments=(True, False),
-            layout=layout_of(master_bits, keep, min_size, scale_dtype),
-            implementation=implementation,
-            **_random(rounding, seed),
-        )
+    options = options_of(
+        master_bits=master_bits,
+        keep=keep,
+        min_size=min_size,
+        scale_dtype=scale_dtype,
+        rounding=rounding,
+        seed=seed,
+        implementation=implementation,
     )
+    rule = FlashRule(
+        "lion", learning_rate, b1=b1, b2=b2, decay=weight_decay, mask=mask, moments=(True, False)
+    )
+    return flash(rule, options)
 
 
 def flash_sgd(
@@ -268,39 +271,22 @@ def flash_sgd(
         assert jnp.allclose(params["w"].astype(jnp.float32), -0.1, rtol=0.01)
         ```
     """
-    return flash(
-        Recipe(
-            "sgd",
-            learning_rate,
-            0.0 if momentum is None else momentum,
-            0.0,
-            0.0,
-            weight_decay,
-            mask,
-            moments=(momentum is not None, False),
-            nesterov=nesterov,
-            layout=layout_of(master_bits, keep, min_size, scale_dtype),
-            implementation=implementation,
-            **_random(rounding, seed),
-        )
+    options = options_of(
+        master_bits=master_bits,
+        keep=keep,
+        min_size=min_size,
+        scale_dtype=scale_dtype,
+        rounding=rounding,
+        seed=seed,
+        implementation=implementation,
     )
-
-
-def layout_of(
-    master_bits: Any, keep: Sequence[str], min_size: int | None, scale_dtype: Any
-) -> Layout:
-    """The layout of a state, as the options of an optimizer say it."""
-    # By kind first: a traced 24 (from `inject_hyperparams`) is no text and has no value.
-    is_known = master_bits is None or isinstance(master_bits, int | str)
-    if not is_known or master_bits not in (None, "auto", 24, 32):
-        raise ValueError(
-            f"master_bits must be 24, 32, 'auto' or None, and not traced; got {master_bits!r}. "
-            "With optax.inject_hyperparams name it in static_args."
-        )
-    dtype = as_scale_dtype(scale_dtype)
-    bits = 24 if master_bits == "auto" else master_bits
-    return Layout(bits, tuple(keep), MIN_SIZE if min_size is None else min_size, dtype)
-
-
-def _random(rounding: str, seed: int | None) -> dict[str, Any]:
-    return {"stochastic": is_stochastic(rounding), "seed": seed or 0}
+    rule = FlashRule(
+        "sgd",
+        learning_rate,
+        b1=0.0 if momentum is None else momentum,
+        decay=weight_decay,
+        mask=mask,
+        moments=(momentum is not None, False),
+        nesterov=nesterov,
+    )
+    return flash(rule, options)

@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, PyTree
 
 from halfstep._base import is_inexact, path_string, type_of
-from halfstep.optim._layout import Layout
+from halfstep.optim._layout import ArrayOrShape, StateOptions
 from halfstep.quant import Groups, Quantized
 from halfstep.quant._groups import groups_between
+
+Moment = Quantized | ArrayOrShape | None
+"""A moment of one leaf: in codes, in float32, or not stored at all."""
 
 
 class FlashState(NamedTuple):
@@ -45,7 +48,7 @@ class FlashState(NamedTuple):
 
 
 def coded(state: Any) -> list[Quantized]:
-    """The arrays of a state that are stored in codes.
+    """Return the arrays of a state that are stored in codes.
 
     Args:
         state: Any optimizer's.
@@ -66,7 +69,7 @@ def coded(state: Any) -> list[Quantized]:
 
 
 def stored_bytes(*trees: Any) -> int:
-    """How many bytes the arrays of trees take, over all devices once.
+    """Count the bytes that the arrays of trees take, over all devices once.
 
     Args:
         *trees: Such as parameters and an optimizer's state, or their shapes.
@@ -106,16 +109,16 @@ class StateError(ValueError):
 
 
 def check_state(
-    layout: Layout, moments: tuple[bool, bool], params: Any, state: Any
-) -> list[Groups | None]:
-    """The groups of each leaf, as the state was written.
+    options: StateOptions, moments: tuple[bool, bool], params: PyTree, state: object
+) -> tuple[FlashState, list[Groups | None]]:
+    """Return the state, and the groups in which each leaf of it was written.
 
     Raises:
         StateError: If the state is another optimizer's, or one's with other options.
     """
     if not isinstance(state, FlashState):
         raise StateError(
-            f"the state must be a FlashState, as `init` or `prepare` returns it; "
+            "the state must be a FlashState, as `init` or `prepare` returns it; "
             f"got {type(state).__name__}."
         )
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -126,18 +129,24 @@ def check_state(
             "the state was made for parameters of another structure; call `init` with these, or "
             f"restore those that it was saved with. {error}"
         ) from None
-    return [
-        _check_leaf(path_string(path), leaf, low, (first, second), moments, layout)
+    groups = [
+        _check_leaf(path_string(path), leaf, low, (first, second), moments, options)
         for (path, leaf), low, first, second in zip(flat, *fields, strict=True)
     ]
+    return state, groups
 
 
 def _check_leaf(
-    path: str, leaf: Any, low: Any, found: Any, moments: tuple[bool, bool], layout: Layout
+    path: str,
+    leaf: PyTree,
+    low: ArrayOrShape | None,
+    found: tuple[Moment, Moment],
+    moments: tuple[bool, bool],
+    options: StateOptions,
 ) -> Groups | None:
     if not is_inexact(leaf):
         return None
-    _check_low(path, leaf, low, layout)
+    _check_low(path, leaf, low, options)
     groups: list[Groups | None] = []
     for name, moment, has in zip(("first", "second"), found, moments, strict=True):
         if has != (moment is not None):
@@ -146,10 +155,10 @@ def _check_leaf(
                 f"has {'one' if moment is not None else 'none'}. It was made by another optimizer, "
                 "or by one with other options: use that one, or call `init` anew."
             )
-        if has:
+        if moment is not None:
             groups.append(_groups_of(path, leaf, name, moment))
     if not groups:
-        # Without moments nothing says it: as it would be made now.
+        # Without moments nothing is coded, and a plain step updates the leaf.
         return None
     if len(set(groups)) > 1:
         raise StateError(
@@ -159,21 +168,24 @@ def _check_leaf(
     return groups[0]
 
 
-def _check_low(path: str, leaf: Any, low: Any, layout: Layout) -> None:
-    wanted = {None: None, 24: np.dtype(np.int8), 32: np.dtype(np.int16)}[layout.master_bits]
-    wanted = wanted if leaf.dtype == jnp.bfloat16 else None
+def _check_low(
+    path: str, leaf: ArrayOrShape, low: ArrayOrShape | None, options: StateOptions
+) -> None:
+    wanted = options.low_dtype if leaf.dtype == jnp.bfloat16 else None
     got = None if low is None else np.dtype(low.dtype)
     if got != wanted:
         names = {None: "none", np.dtype(np.int8): "24 bits", np.dtype(np.int16): "32 bits"}
         raise StateError(
             f"the master of {path}, {type_of(leaf)}, must be of "
-            f"{names[wanted]} (master_bits={layout.master_bits}); the state has "
+            f"{names[wanted]} (master_bits={options.master_bits}); the state has "
             f"{names.get(got, got)}. Pass the master_bits that the state was made with, and "
             "parameters of the dtype that they had."
         )
 
 
-def _groups_of(path: str, leaf: Any, name: str, moment: Any) -> Groups | None:
+def _groups_of(
+    path: str, leaf: ArrayOrShape, name: str, moment: Quantized | ArrayOrShape
+) -> Groups | None:
     if not isinstance(moment, Quantized):
         if moment.shape != leaf.shape:
             raise _misfit(path, leaf, name, moment)
@@ -184,7 +196,7 @@ def _groups_of(path: str, leaf: Any, name: str, moment: Any) -> Groups | None:
     return groups
 
 
-def _misfit(path: str, leaf: Any, name: str, got: Any) -> StateError:
+def _misfit(path: str, leaf: ArrayOrShape, name: str, got: ArrayOrShape) -> StateError:
     return StateError(
         f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for every "
         f"32 elements of one axis if it is coded; got {type_of(got)}. The state "
