@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from halfstep._base import at_least_float32, widest
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 Reduction = Literal["sum", "mean"]
 
 
-def varying_axes(x: Any) -> frozenset[Any]:
+def varying_axes(x: jax.Array | np.ndarray) -> frozenset[str]:
     """The mesh axes over which a value differs between shards, where `shard_map` tracks it.
 
     Without tracking (`check_vma=False`, or outside `shard_map`) the set is empty.
@@ -60,7 +60,11 @@ def _is_tracked(axis_names: Sequence[str]) -> bool:
 
 
 def reduce_gradients(
-    grads: T, params: Any, axis_names: Sequence[str], dtype: Any, reduction: Reduction
+    grads: T,
+    params: PyTree,
+    axis_names: Sequence[str],
+    dtype: np.dtype | None,
+    reduction: Reduction,
 ) -> T:
     """Sum or average gradients over the axes on which their parameters are the same.
 

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from halfstep._autocast import OFF, Slot, named_sites, rewritten, settings_of, trace
+from halfstep._autocast import OFF, Settings, Slot, named_sites, rewritten, settings_of, trace
 from halfstep._base import at_least_float32, listed
 from halfstep._policy import Policy, Recipe, as_policy, state_of
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
@@ -291,13 +291,18 @@ def _like(vector: Array, array: Array) -> Array:
 
 
 def _calibrated(
-    scaling: F8Scaling, func: Any, settings: Any, params: Any, args: Any, kwargs: Any
+    scaling: F8Scaling,
+    func: Callable[..., object],
+    settings: Settings,
+    params: tuple[int | str, ...],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> F8Scaling:
     """With the magnitudes of one step, in which everything is scaled by what it is."""
 
     @eqx.filter_jit
-    def seen(args: Any, kwargs: Any) -> Any:
-        def value(probes: Mapping[str, Array]) -> Any:
+    def seen(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Array]:
+        def value(probes: Mapping[str, Array]) -> Array:
             slots = {name: Slot(None, None, probe) for name, probe in probes.items()}
             run = rewritten(func, settings, params=params, every_rule=False, state=slots)
             first = jtu.tree_leaves(run(*args, **kwargs))[0]

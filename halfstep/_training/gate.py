@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from halfstep._base import is_array, path_string, type_of
 from halfstep._training.ledger import Ledger
@@ -43,7 +44,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
         return on_true
     _check_same(on_false, on_true, "select_tree", "the other tree")
 
-    def select(new: Any, old: Any) -> Any:
+    def select(new: PyTree, old: PyTree) -> PyTree:
         if not is_array(new) or new is old:
             return new
         return jax.lax.select(jnp.asarray(predicate), jnp.asarray(new), jnp.asarray(old))
@@ -51,13 +52,13 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
     return jtu.tree_map(select, on_true, on_false)
 
 
-def _describe(leaf: Any) -> str:
+def _describe(leaf: PyTree) -> str:
     if is_array(leaf):
         return type_of(leaf)
     return repr(leaf)
 
 
-def _check_same(old: Any, new: Any, who: str, what: str) -> None:
+def _check_same(old: PyTree, new: PyTree, who: str, what: str) -> None:
     """Raise unless two trees agree in structure, dtypes, shapes and static leaves."""
     if jtu.tree_structure(old) != jtu.tree_structure(new):
         raise ValueError(
@@ -82,7 +83,7 @@ def _check_same(old: Any, new: Any, who: str, what: str) -> None:
             )
 
 
-def gated(finite: Any, commit: Callable[[T], T], state: T, *, gate: Gate = "loop") -> T:
+def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "loop") -> T:
     """`commit(state)` if `finite`, else `state`. See `transaction`."""
     if gate not in ("loop", "cond", "select"):
         raise ValueError(f"`gate` is 'loop', 'cond' or 'select'; got {gate!r}.")
@@ -97,7 +98,7 @@ def gated(finite: Any, commit: Callable[[T], T], state: T, *, gate: Gate = "loop
     dynamic, static = eqx.partition(state, is_array)
     dynamic = jtu.tree_map(jnp.asarray, dynamic)
 
-    def committed(dynamic: Any) -> Any:
+    def committed(dynamic: PyTree) -> PyTree:
         new = commit(eqx.combine(dynamic, static))
         _check_same(eqx.combine(dynamic, static), new, "a transaction", "the committed state")
         return jtu.tree_map(jnp.asarray, eqx.partition(new, is_array)[0])

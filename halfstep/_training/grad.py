@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import PyTree
 
 from halfstep._autocast import check_state, rewritten, settings_of
 from halfstep._base import (
@@ -37,11 +38,11 @@ from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
 from halfstep._training.verdict import Verdict, finite_flags, judge, magnitudes, unchecked
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def _resolve_scaling(scaling: Any, policy: Policy) -> AbstractLossScaling:
+def _resolve_scaling(scaling: object, policy: Policy) -> AbstractLossScaling:
     if scaling is None:
         if policy.compute == np.dtype(np.float16):
             raise ValueError(
@@ -77,7 +78,7 @@ def _contraction_dtype(
     return None if axes and wire not in (compute, np.dtype(np.float32)) else wire
 
 
-def _check_rules(**given: Any) -> None:
+def _check_rules(**given: Sequence[str]) -> None:
     for name, rules in given.items():
         if isinstance(rules, str):
             raise TypeError(f"`{name}` is a sequence of path rules: write {name}=({rules!r},).")
@@ -342,7 +343,7 @@ class Gradient:
         return self.judged(step, params)
 
     def over_microbatches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], params: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], params: PyTree
     ) -> _Step:
         """The sums over all microbatches."""
         if self.microbatches == 1:
@@ -388,7 +389,11 @@ class Gradient:
         return _Step(loss, aux, grads, seen)
 
     def scaled_loss(
-        self, moving: tuple[Any, Any], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        moving: tuple[PyTree, dict[str, jax.Array]],
+        static: PyTree,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Any, Any]:
         """The scaled loss, and the loss with what comes along; differentiated by `moving`."""
         params, probes = moving
@@ -403,7 +408,7 @@ class Gradient:
         loss = _to_float32(loss)
         return self.scaling.scale(loss), (loss, aux)
 
-    def over_axes(self, step: _Step, params: Any) -> _Step:
+    def over_axes(self, step: _Step, params: PyTree) -> _Step:
         """The sums over the axes of a mesh."""
         if not self.axes:
             return step
@@ -413,7 +418,7 @@ class Gradient:
             seen=jtu.tree_map(lambda sizes: jax.lax.pmax(sizes, self.axes), step.seen),
         )
 
-    def judged(self, step: _Step, params: Any) -> tuple[Any, AbstractLossScaling, Verdict, Any]:
+    def judged(self, step: _Step, params: PyTree) -> tuple[Any, AbstractLossScaling, Verdict, Any]:
         """Unscale the gradients, say whether all is finite, and adjust the scaling."""
         scaling, loss = self.scaling, step.loss
         # Judged by what they will be when unscaled, and read before: narrower, and once less.
@@ -434,7 +439,7 @@ class Gradient:
         return ((loss, step.aux) if self.has_aux else loss), adjusted, verdict, grads
 
 
-def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_result(result: object, has_aux: bool) -> tuple[Any, Any]:
     """The loss and what comes along with it."""
     if not has_aux:
         return result, None
@@ -447,7 +452,7 @@ def split_result(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _check_no_state(model: Any) -> None:
+def _check_no_state(model: PyTree) -> None:
     """Raise if the differentiated argument holds state, which is not what anybody trains."""
     nodes = jtu.tree_flatten_with_path(model, is_leaf=is_state_node)[0]
     state = [(path, node) for path, node in nodes if is_state_node(node)]
@@ -461,7 +466,7 @@ def _check_no_state(model: Any) -> None:
         )
 
 
-def _to_float32(loss: Any) -> jax.Array:
+def _to_float32(loss: PyTree) -> jax.Array:
     """The loss as float32 (or wider), so that no scale can push it out of a 16-bit range."""
     if isinstance(loss, float):
         loss = np.float32(loss)
@@ -476,12 +481,12 @@ def _to_float32(loss: Any) -> jax.Array:
 
 
 def _restore_aux(
-    aux: Any,
+    aux: PyTree,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Policy,
-) -> Any:
+) -> PyTree:
     """Give `aux` the dtypes it has without mixed precision: state and metrics stay what they were.
 
     The function is traced once more, abstractly, at its own dtypes; only if something in `aux`
@@ -504,7 +509,7 @@ def _restore_aux(
         )
         return cast_tree(aux, policy.output)
 
-    def restore(leaf: Any, like: Any) -> Any:
+    def restore(leaf: PyTree, like: PyTree) -> PyTree:
         both = is_castable(leaf) and is_castable(like, float64=True)
         return cast_tree(leaf, like.dtype) if both else leaf
 

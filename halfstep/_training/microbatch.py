@@ -9,6 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
 
 from halfstep._base import Arguments, at_least_float32, is_array, is_key, type_of
 from halfstep._training.collective import vary, varying_axes
@@ -17,7 +19,7 @@ from halfstep._training.collective import vary, varying_axes
 Step = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any, Any]]
 
 
-def _split(leaf: Any, path: str, n: int) -> Any:
+def _split(leaf: jax.Array | np.ndarray, path: str, n: int) -> jax.Array:
     """`[B, ...]` to `[n, B/n, ...]`; microbatch `i` takes the examples `i, i + n, i + 2n, ...`.
 
     Strided rather than in blocks: a batch sharded over devices stays where it is, because every
@@ -34,11 +36,11 @@ def _split(leaf: Any, path: str, n: int) -> Any:
     return jnp.moveaxis(leaf.reshape((leaf.shape[0] // n, n, *leaf.shape[1:])), 1, 0)
 
 
-def _is_old_key(leaf: Any) -> bool:
+def _is_old_key(leaf: PyTree) -> bool:
     return is_array(leaf) and not is_key(leaf) and leaf.shape == (2,) and leaf.dtype == jnp.uint32
 
 
-def _finder(aux: Any, structure: Any, name: str) -> Callable[[Any], Any]:
+def _finder(aux: PyTree, structure: object, name: str) -> Callable[[PyTree], PyTree]:
     """Where in `aux` the carried argument's new value is: itself, or one of its entries."""
     if jtu.tree_structure(aux) == structure:
         return lambda aux: aux
@@ -60,7 +62,7 @@ def _finder(aux: Any, structure: Any, name: str) -> Callable[[Any], Any]:
 def accumulate(
     step: Step,
     call: Arguments,
-    params: Any,
+    params: PyTree,
     *,
     microbatches: int,
     batch: Sequence[str],
@@ -115,14 +117,14 @@ def accumulate(
     if set(carried) & set(xs):
         raise ValueError(f"carry={carry!r} is also split by `batch`; leave it out of one of them.")
 
-    def zeros(param: Any) -> Any:
+    def zeros(param: jax.Array) -> jax.Array:
         wide = jnp.zeros_like(param, dtype=at_least_float32(param.dtype))
         return vary(wide, tuple(varying_axes(param)))
 
     # Filled while the turn is traced: where the carried value is, and what of `aux` is no array.
     traced: dict[str, Any] = {}
 
-    def turn(sums: tuple[Any, list[Any]], xs: Mapping[int, Any]) -> Any:
+    def turn(sums: tuple[PyTree, list[jax.Array]], xs: Mapping[int, jax.Array]) -> Any:
         total, state = sums
         leaves = list(whole)
         for index, leaf in (*xs.items(), *zip(carried, state, strict=True)):

@@ -2,13 +2,13 @@
 
 import abc
 import math
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from halfstep._base import at_least_float32, is_inexact, with_values
 from halfstep._training.verdict import as_predicate
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-def power_of_two(value: Any, name: str) -> float:
+def power_of_two(value: SupportsFloat, name: str) -> float:
     """Validate a concrete scale. A power of two only moves the exponent: scaling never rounds."""
     number = float(value)
     if not (math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5):
@@ -36,7 +36,7 @@ def power_of_two(value: Any, name: str) -> float:
 def _multiply(tree: T, factor: Array) -> T:
     """Multiply the inexact leaves in at least float32, the format in which a scale is exact."""
 
-    def multiply(leaf: Any) -> Any:
+    def multiply(leaf: PyTree) -> PyTree:
         if not is_inexact(leaf):
             return leaf
         leaf = jnp.asarray(leaf)

@@ -4,6 +4,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
 import optax
+from jaxtyping import PyTree
 
 from halfstep._training.gate import gated
 from halfstep._training.verdict import as_predicate
@@ -15,7 +16,9 @@ M = TypeVar("M")
 class StepsInPlace(Protocol):
     """An optimizer of `halfstep.optim`: one pass over parameters and state, which it may skip."""
 
-    def step(self, params: Any, state: Any, grads: Any, /, **options: Any) -> tuple[Any, Any]:
+    def step(
+        self, params: PyTree, state: PyTree, grads: PyTree, /, **options: object
+    ) -> tuple[PyTree, PyTree]:
         """The new parameters and state; with `finite=False` the old ones."""
         ...
 

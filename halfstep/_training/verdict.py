@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, UInt
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float32, Int, PyTree, UInt
 
 from halfstep._base import is_inexact, is_state_node, path_string, with_values
 
@@ -23,7 +24,7 @@ IntLike: TypeAlias = Int[Array, "..."]
 _UNSIGNED = MappingProxyType({2: jnp.uint16, 4: jnp.uint32})
 
 
-def _top(leaf: Any) -> tuple[UInt[Array, ""], Any]:
+def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
     """The bits of the largest magnitude in a leaf, shifted left by its sign, and their dtype.
 
     A maximum of integers, because one of floats loses NaN (seen in XLA:CPU's vectorized
@@ -42,7 +43,7 @@ def _top(leaf: Any) -> tuple[UInt[Array, ""], Any]:
     return top, leaf.dtype
 
 
-def magnitudes(tree: Any) -> Float32[Array, " leaves"]:
+def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
     """For each inexact leaf its largest magnitude; not finite if any number in it is not.
 
     Of a leaf that float32 cannot hold (float64, complex) only whether it is finite: 0 if it is.
@@ -131,7 +132,7 @@ class Verdict(eqx.Module):
         return with_values(self)
 
     @staticmethod
-    def _boolean(value: Any) -> Any:
+    def _boolean(value: "Verdict | ArrayLike") -> ArrayLike:
         return value._known() if isinstance(value, Verdict) else value
 
     def _known(self) -> Array:
@@ -152,10 +153,10 @@ class Verdict(eqx.Module):
     def __invert__(self) -> Array:
         return jnp.logical_not(self._known())
 
-    def __and__(self, other: Any) -> Array:
+    def __and__(self, other: "Verdict | ArrayLike") -> Array:
         return jnp.logical_and(self._known(), self._boolean(other))
 
-    def __or__(self, other: Any) -> Array:
+    def __or__(self, other: "Verdict | ArrayLike") -> Array:
         return jnp.logical_or(self._known(), self._boolean(other))
 
     __rand__ = __and__
@@ -221,7 +222,7 @@ def _told_where() -> Generator[None, None, None]:
         raise
 
 
-def as_predicate(finite: Any) -> Any | None:
+def as_predicate(finite: object) -> jax.Array | np.ndarray | bool | None:
     """A verdict or a boolean scalar as a predicate; `None` for "not checked, always apply".
 
     Raises:
@@ -238,7 +239,8 @@ def as_predicate(finite: Any) -> Any | None:
             f"{type(finite).__name__} of dtype {dtype} and shape {shape}. "
             "For arrays, reduce first: halfstep.all_finite(tree)."
         )
-    return finite
+    predicate: Any = finite
+    return predicate
 
 
 def unchecked() -> Verdict:

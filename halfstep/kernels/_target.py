@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 from collections.abc import Generator
 from contextvars import ContextVar
-from typing import Any
 
 import jax
+from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 Capability = tuple[int, int]
@@ -56,7 +56,7 @@ def depends_on_generation() -> None:
         told.asked = True
 
 
-def capability_of(ctx: Any) -> Capability | None:
+def capability_of(ctx: mlir.LoweringRuleContext) -> Capability | None:
     """Return the compute capability that a lowering is for, or `None` if nothing says it.
 
     Args:
@@ -70,7 +70,7 @@ def capability_of(ctx: Any) -> Capability | None:
         # JAX has devices here: those of this machine, which the program is not for.
         return None
     context = ctx.module_context.axis_context
-    devices: Any = getattr(context, "device_assignment", None)
+    devices = getattr(context, "device_assignment", None)
     mesh = getattr(context, "mesh", None)
     if devices is None and isinstance(mesh, Mesh):
         devices = list(mesh.devices.flat)
@@ -79,6 +79,6 @@ def capability_of(ctx: Any) -> Capability | None:
     return _parsed(jax.devices()[0]) if jax.default_backend() == "gpu" else None
 
 
-def _parsed(device: Any) -> Capability | None:
+def _parsed(device: object) -> Capability | None:
     major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None

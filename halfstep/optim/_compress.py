@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, Key, PyTree
 
 from halfstep._base import compile_rule, match_rules, path_string, type_of
 from halfstep._training import gated
@@ -124,25 +124,29 @@ def compress(
     options = options_of(min_size=min_size, scale_dtype=scale_dtype, rounding=rounding, seed=seed)
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> CompressedState:
+    def init(params: PyTree) -> CompressedState:
         inner = tx.init(params)
         found = codes_in(inner, codes, options.min_size)
         return CompressedState(
             jnp.zeros((), jnp.int32), encoded(inner, found, scale_dtype=options.scale_dtype)
         )
 
-    def known(params: Any) -> tuple[Codes, dict[str, tuple[int, ...]]]:
+    def known(params: PyTree) -> tuple[Codes, dict[str, tuple[int, ...]]]:
         like = jax.eval_shape(tx.init, params)
         flat = jax.tree_util.tree_flatten_with_path(like)[0]
         shapes = {path_string(path): leaf.shape for path, leaf in flat if hasattr(leaf, "shape")}
         return codes_in(like, codes, options.min_size), shapes
 
     def step(
-        params: Any, state: CompressedState, grads: Any, finite: Any = True, **extra_args: Any
-    ) -> tuple[Any, CompressedState]:
+        params: PyTree,
+        state: CompressedState,
+        grads: PyTree,
+        finite: object = True,
+        **extra_args: Any,
+    ) -> tuple[PyTree, CompressedState]:
         found, shapes = known(params)
 
-        def commit(before: tuple[Any, CompressedState]) -> tuple[Any, CompressedState]:
+        def commit(before: tuple[PyTree, CompressedState]) -> tuple[PyTree, CompressedState]:
             params, state = before
             inner = decoded(state.inner, found, shapes)
             updates, inner = tx.update(grads, inner, params, **extra_args)
@@ -161,7 +165,7 @@ Codes = dict[str, str]
 """The code of each array, by its path in the state."""
 
 
-def codes_in(state: Any, rules: Mapping[str, str | None], min_size: int) -> Codes:
+def codes_in(state: PyTree, rules: Mapping[str, str | None], min_size: int) -> Codes:
     """In which code each array of a state is to be stored; those that stay are left out."""
     found: Codes = {}
     _walk(state, (), None, found)
@@ -181,7 +185,7 @@ def codes_in(state: Any, rules: Mapping[str, str | None], min_size: int) -> Code
     return {path: code for path, code in found.items() if code and _fits(leaves[path], min_size)}
 
 
-def _fits(leaf: Any, min_size: int) -> bool:
+def _fits(leaf: PyTree, min_size: int) -> bool:
     is_float = getattr(leaf, "dtype", None) == jnp.float32
     return (
         is_float
@@ -190,7 +194,7 @@ def _fits(leaf: Any, min_size: int) -> bool:
     )
 
 
-def _walk(node: Any, path: tuple[Any, ...], code: str | None, found: Codes) -> None:
+def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: Codes) -> None:
     """Find what is known of a state: by the names of its parts, whatever they are nested in."""
     fields = getattr(node, "_fields", None)
     if fields is not None:
@@ -208,10 +212,10 @@ def _walk(node: Any, path: tuple[Any, ...], code: str | None, found: Codes) -> N
         _walk(child, (*path, *key), code, found)
 
 
-def encoded(state: Any, codes: Codes, *, scale_dtype: Any) -> Any:
+def encoded(state: PyTree, codes: Codes, *, scale_dtype: np.dtype) -> PyTree:
     """A new state with its arrays in codes."""
 
-    def of(path: Any, leaf: Any) -> Any:
+    def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:
         code = codes.get(path_string(path))
         if code is None:
             return leaf
@@ -221,12 +225,12 @@ def encoded(state: Any, codes: Codes, *, scale_dtype: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def encoded_like(state: Any, old: Any, codes: Codes, *, key: Any) -> Any:
+def encoded_like(state: PyTree, old: PyTree, codes: Codes, *, key: Key[Array, ""] | None) -> PyTree:
     """A state with its arrays in codes, written as an older one is."""
     flat = jax.tree_util.tree_flatten_with_path(old, is_leaf=_is_coded)[0]
     before = {path_string(path): leaf for path, leaf in flat}
 
-    def of(path: Any, leaf: Any) -> Any:
+    def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:
         name = path_string(path)
         was = before.get(name)
         if not isinstance(was, Quantized):
@@ -239,14 +243,14 @@ def encoded_like(state: Any, old: Any, codes: Codes, *, key: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def decoded(state: Any, codes: Codes, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+def decoded(state: PyTree, codes: Codes, shapes: Mapping[str, tuple[int, ...]]) -> PyTree:
     """A state with its arrays in float32 again.
 
     Raises:
         StateError: If an array is not in the code that it should be in.
     """
 
-    def of(path: Any, leaf: Any) -> Any:
+    def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:
         name = path_string(path)
         if not isinstance(leaf, Quantized):
             return leaf
@@ -264,5 +268,5 @@ def decoded(state: Any, codes: Codes, shapes: Mapping[str, tuple[int, ...]]) -> 
     return jax.tree_util.tree_map_with_path(of, state, is_leaf=_is_coded)
 
 
-def _is_coded(node: Any) -> bool:
+def _is_coded(node: object) -> bool:
     return isinstance(node, Quantized)

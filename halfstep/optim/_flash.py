@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float32, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from halfstep._base import is_inexact
 from halfstep._training import as_predicate
@@ -159,7 +159,7 @@ def _step(
     slots = [_Slot(*fields) for fields in zip(leaves, *columns, strict=True)]
     predicate = None if finite is None else as_predicate(finite)
     keep = None if predicate is None else jnp.asarray(predicate)
-    by = _scalars(rule, options.seed, state.count, keep)
+    by = _scalars(rule, options.seed, jnp.asarray(state.count), keep)
     decays = _decays(rule, params)
     rows = zip(slots, treedef.flatten_up_to(grads), groups, decays, strict=True)
     made: list[_Slot] = []
@@ -208,14 +208,16 @@ def _plain_step(slot: _Slot, grad: jax.Array | np.ndarray, by: Scalars, spec: Sp
     value = slot.param.astype(wide) if slot.low is None else join(slot.param, slot.low)
     # Real hyperparameters meet complex values, which strict promotion does not allow.
     with jax.numpy_dtype_promotion("standard"):
-        new = updated(Moments(value, slot.first, slot.second), grad.astype(wide), by, spec)
+        new = updated(
+            Moments(value, slot.first, slot.second), jnp.asarray(grad).astype(wide), by, spec
+        )
     made = (*parted(new.value, slot.param, slot.low), new.first, new.second)
     keep = jnp.asarray(by.keep, bool)
     return _Slot(*jax.tree.map(lambda new, old: jnp.where(keep, new, old), made, tuple(slot)))
 
 
 def _scalars(
-    rule: FlashRule, seed: int, count: jax.Array | np.ndarray, keep: Bool[Array, ""] | None
+    rule: FlashRule, seed: int, count: Int32[Array, ""], keep: Bool[Array, ""] | None
 ) -> Scalars:
     rate = rule.rate(count) if callable(rule.rate) else rule.rate
     b1, b2 = _float32(rule.b1), _float32(rule.b2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, Key, PyTree
 
 from halfstep._base import is_inexact, type_of
 from halfstep._training import gated
@@ -96,16 +96,16 @@ def master(
     tx = optax.with_extra_args_support(tx)
     options = options_of(min_size=min_size, seed=seed)
 
-    def wide(params: Any, rest: Any) -> Any:
+    def wide(params: PyTree, rest: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, treedef.flatten_up_to(rest), strict=True)
         return treedef.unflatten([_joined(leaf, more, kind) for leaf, more in pairs])
 
-    def init(params: Any) -> MasterState:
+    def init(params: PyTree) -> MasterState:
         rest = jax.tree.map(lambda leaf: _rest_of(leaf, kind), params)
         return MasterState(jnp.zeros((), jnp.int32), rest, tx.init(wide(params, rest)))
 
-    def prepare(params: Any) -> tuple[Any, MasterState]:
+    def prepare(params: PyTree) -> tuple[PyTree, MasterState]:
         leaves, treedef = jax.tree.flatten(params)
         made = [_prepared(leaf, kind, half, options.min_size) for leaf in leaves]
         low = treedef.unflatten([leaf for leaf, _ in made])
@@ -113,9 +113,9 @@ def master(
         return low, MasterState(jnp.zeros((), jnp.int32), rest, tx.init(wide(low, rest)))
 
     def step(
-        params: Any, state: MasterState, grads: Any, finite: Any = True, **extra_args: Any
-    ) -> tuple[Any, MasterState]:
-        def commit(before: tuple[Any, MasterState]) -> tuple[Any, MasterState]:
+        params: PyTree, state: MasterState, grads: PyTree, finite: object = True, **extra_args: Any
+    ) -> tuple[PyTree, MasterState]:
+        def commit(before: tuple[PyTree, MasterState]) -> tuple[PyTree, MasterState]:
             params, state = before
             values = wide(params, state.rest)
             given = jax.tree.map(_like, grads, values)
@@ -137,11 +137,11 @@ def master(
     return of_models(transformation(init, step, prepare))
 
 
-def _is_half(leaf: Any) -> bool:
+def _is_half(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
-def _rest_of(leaf: Any, kind: str) -> Any:
+def _rest_of(leaf: PyTree, kind: str) -> jax.Array | None:
     if not _is_half(leaf) or kind == "stochastic":
         return None
     if kind == "float32":
@@ -154,7 +154,9 @@ def _rest_of(leaf: Any, kind: str) -> Any:
     return zeros(leaf.shape, np.int8 if kind == "split8" else np.int16, leaf)
 
 
-def _prepared(leaf: Any, kind: str, half: Any, min_size: int) -> tuple[Any, Any]:
+def _prepared(
+    leaf: PyTree, kind: str, half: np.dtype, min_size: int
+) -> tuple[PyTree, jax.Array | None]:
     if getattr(leaf, "dtype", None) != jnp.float32 or np.size(leaf) < min_size:
         return leaf, _rest_of(leaf, kind)
     if kind == "float32":
@@ -165,7 +167,7 @@ def _prepared(leaf: Any, kind: str, half: Any, min_size: int) -> tuple[Any, Any]
     return split(leaf, bits=8 if kind == "split8" else 16)
 
 
-def _joined(leaf: Any, rest: Any, kind: str) -> Any:
+def _joined(leaf: PyTree, rest: jax.Array | None, kind: str) -> PyTree:
     if not _is_half(leaf):
         return leaf
     wanted = {"split16": "int16", "split8": "int8", "float32": "float32", "stochastic": None}[kind]
@@ -180,7 +182,9 @@ def _joined(leaf: Any, rest: Any, kind: str) -> Any:
     return rest if kind == "float32" else join(leaf, rest)
 
 
-def _parted(value: Any, leaf: Any, kind: str, key: Any) -> tuple[Any, Any]:
+def _parted(
+    value: PyTree, leaf: PyTree, kind: str, key: Key[Array, ""]
+) -> tuple[PyTree, jax.Array | None]:
     if not _is_half(leaf):
         return value, None
     if kind == "float32":
@@ -190,5 +194,5 @@ def _parted(value: Any, leaf: Any, kind: str, key: Any) -> tuple[Any, Any]:
     return split(value, bits=8 if kind == "split8" else 16)
 
 
-def _like(grad: Any, value: Any) -> Any:
+def _like(grad: PyTree, value: PyTree) -> PyTree:
     return grad.astype(value.dtype) if is_inexact(grad) and is_inexact(value) else grad

@@ -8,7 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float32, PyTree
 
 from halfstep._base import at_least_float32, is_inexact
 from halfstep._training import (
@@ -165,19 +166,19 @@ class Release:
             return done.loss, params, state
         return done.loss, params, state, by.adjust(verdict), verdict
 
-    def _forward(self, params: Any, batch: Any, by: AbstractLossScaling) -> _Pass:
+    def _forward(self, params: PyTree, batch: PyTree, by: AbstractLossScaling) -> _Pass:
         trained, frozen = eqx.partition(params, is_inexact)
         trained = jax.tree.map(jnp.asarray, trained)
 
         # Computed again for its gradient, as layers are, so that nothing of it is kept.
         @jax.checkpoint
-        def first(outer: Any) -> Any:
+        def first(outer: PyTree) -> PyTree:
             return self.first(eqx.combine(outer, frozen["outer"]), batch)
 
-        def call(layer: Any, x: Any, outer: Any) -> Any:
+        def call(layer: PyTree, x: PyTree, outer: PyTree) -> PyTree:
             return self.layer(layer, x, eqx.combine(outer, frozen["outer"]), batch)
 
-        def last(outer: Any, x: Any) -> tuple[Any, Any]:
+        def last(outer: PyTree, x: PyTree) -> tuple[jax.Array, jax.Array]:
             loss = check.check_loss(self.last(eqx.combine(outer, frozen["outer"]), x, batch))
             return by.scale(loss), loss
 
@@ -203,7 +204,9 @@ class Release:
             lambda ct: first_pull(ct)[0],
         )
 
-    def _in_one(self, done: _Pass, state: ReleaseState, by: AbstractLossScaling) -> Any:
+    def _in_one(
+        self, done: _Pass, state: ReleaseState, by: AbstractLossScaling
+    ) -> tuple[PyTree, ReleaseState]:
         ct, sums, (layers, layers_state) = self._apply(done, state.layers, by, by_outer=True)
         grads = self._clipped(by.unscale(_outer_grads(done, sums, ct)))
         outer, outer_state = _stepped(self.tx, done.outer, state.outer, grads, None)
@@ -211,7 +214,7 @@ class Release:
 
     def _in_two(
         self, done: _Pass, state: ReleaseState, by: AbstractLossScaling, length: int
-    ) -> tuple[Any, ReleaseState, Verdict]:
+    ) -> tuple[PyTree, ReleaseState, Verdict]:
         grads, norm, verdict = self._judge(done, by, length)
         finite = verdict.finite if norm is None else verdict & jnp.isfinite(norm)
         factors = None if norm is None else _factor(norm, self.clip)
@@ -223,10 +226,14 @@ class Release:
         made = {"outer": outer, "layers": layers}
         return made, ReleaseState(outer_state, layers_state), verdict
 
-    def _judge(self, done: _Pass, by: AbstractLossScaling, length: int) -> tuple[Any, Any, Verdict]:
+    def _judge(
+        self, done: _Pass, by: AbstractLossScaling, length: int
+    ) -> tuple[PyTree, jax.Array | None, Verdict]:
         """A first way back: the gradients outside, the norm of all, and whether all are finite."""
 
-        def visit(carry: tuple[Any, Any], number: Any, grads: Any) -> tuple[Any, Any]:
+        def visit(
+            carry: tuple[jax.Array, jax.Array], number: jax.Array, grads: PyTree
+        ) -> tuple[Any, Any]:
             sums, flags = carry
             flags = flags & jnp.isfinite(by.unscale(magnitudes(grads)))
             if self.clip is None:
@@ -253,16 +260,16 @@ class Release:
     def _apply(
         self,
         done: _Pass,
-        state: Any,
+        state: PyTree,
         by: AbstractLossScaling,
         *,
         by_outer: bool,
-        factors: Any = None,
-        finite: Any = None,
+        factors: Float32[Array, ""] | None = None,
+        finite: jax.Array | None = None,
     ) -> Any:
         """The way back on which layers step."""
 
-        def visit(stack: Any, number: Any, grads: Any) -> Any:
+        def visit(stack: PyTree, number: jax.Array, grads: PyTree) -> Any:
             grads = self._clipped(by.unscale(grads), factors)
             layer, layer_state = take(stack, number)
             return put(stack, _stepped(self.tx, layer, layer_state, grads, finite), number)
@@ -274,7 +281,7 @@ class Release:
             layer_of=lambda stack, number: take(stack[0], number),
         )
 
-    def _clipped(self, grads: Any, by: Any = None) -> Any:
+    def _clipped(self, grads: PyTree, by: Float32[Array, ""] | None = None) -> PyTree:
         if self.per_layer_clip is not None:
             by = _factor(jnp.sqrt(_squares(grads)), self.per_layer_clip)
         return grads if by is None else _multiply(grads, by)
@@ -357,7 +364,7 @@ def release(
     return Release(layer, tx, first, last, clip, per_layer_clip)
 
 
-def _scaling(scaling: Any) -> AbstractLossScaling:
+def _scaling(scaling: object) -> AbstractLossScaling:
     if scaling is None:
         return NoLossScaling()
     if not isinstance(scaling, AbstractLossScaling):
@@ -368,14 +375,14 @@ def _scaling(scaling: Any) -> AbstractLossScaling:
     return scaling
 
 
-def _used(call: Callable[..., Any], layers: Any, x: Any, outer: Any) -> list[bool]:
+def _used(call: Callable[..., Any], layers: PyTree, x: PyTree, outer: PyTree) -> list[bool]:
     """Which parameters outside a layer uses; and a check of what it returns.
 
     Those that it does not use have no gradient there: no array of zeros is added to in each turn.
     """
     leaves, treedef = jax.tree.flatten(outer)
 
-    def run(outer: Sequence[Any], layer: Any, x: Any) -> Any:
+    def run(outer: Sequence[Any], layer: PyTree, x: PyTree) -> PyTree:
         return call(layer, x, treedef.unflatten(outer))
 
     one = jax.tree.map(lambda leaf: jax.eval_shape(lambda stacked: stacked[0], leaf), layers)
@@ -387,7 +394,7 @@ def _used(call: Callable[..., Any], layers: Any, x: Any, outer: Any) -> list[boo
     return [id(var) in read for var in jaxpr.invars[: len(leaves)]]
 
 
-def _outer_grads(done: _Pass, sums: Sequence[Any], ct: Any) -> Any:
+def _outer_grads(done: _Pass, sums: Sequence[Any], ct: PyTree) -> PyTree:
     """The gradients outside: of `last`, of the layers and of `first`, in the order of the way."""
     leaves, treedef = jax.tree.flatten(done.from_last)
     rest = iter(sums)
@@ -396,7 +403,13 @@ def _outer_grads(done: _Pass, sums: Sequence[Any], ct: Any) -> Any:
     return jax.tree.map(jnp.add, treedef.unflatten(summed), done.to_first(ct))
 
 
-def _stepped(tx: Any, params: Any, state: Any, grads: Any, finite: Any) -> tuple[Any, Any]:
+def _stepped(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    grads: PyTree,
+    finite: jax.Array | None,
+) -> tuple[PyTree, PyTree]:
     """One step of some parameters by themselves."""
     if isinstance(tx, StepsInPlace):
         new = tx.step(params, state, grads, finite=finite)
@@ -408,7 +421,7 @@ def _stepped(tx: Any, params: Any, state: Any, grads: Any, finite: Any) -> tuple
     return select_tree(finite, new, (params, state))
 
 
-def _squares(grads: Any) -> Float32[Array, ""]:
+def _squares(grads: PyTree) -> Float32[Array, ""]:
     """The sum of the squares of all gradients, in float32."""
     total = jnp.zeros((), jnp.float32)
     for leaf in jax.tree.leaves(grads):
@@ -417,17 +430,17 @@ def _squares(grads: Any) -> Float32[Array, ""]:
     return total
 
 
-def _factor(norm: Float32[Array, ""], limit: Any) -> Float32[Array, ""]:
+def _factor(norm: Float32[Array, ""], limit: ArrayLike) -> Float32[Array, ""]:
     """What makes a norm at most `limit`: 1 if it is."""
     limit = jnp.asarray(limit, jnp.float32)
     # Divided by what is not smaller: neither zero nor rounded above one.
     return limit / jnp.maximum(norm, limit)
 
 
-def _multiply(grads: Any, by: Any) -> Any:
+def _multiply(grads: PyTree, by: Float32[Array, ""]) -> PyTree:
     """Gradients times a factor, computed in float32 and of the dtypes that they had."""
 
-    def of(leaf: Any) -> Any:
+    def of(leaf: jax.Array) -> jax.Array:
         wide = at_least_float32(leaf.dtype)
         return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
 

@@ -1,15 +1,14 @@
 """Whether a model can be released: what its parts must be, and what is said if they are not."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from halfstep._base import at_least_float32, is_inexact, path_string, type_of
 from halfstep.optim._state import StateError
 
 
-def check_params(params: Any) -> int:
+def check_params(params: PyTree) -> int:
     """The number of layers.
 
     Raises:
@@ -43,7 +42,7 @@ def check_params(params: Any) -> int:
     return next(iter(lengths))
 
 
-def check_stacked(state: Any, length: int) -> None:
+def check_stacked(state: PyTree, length: int) -> None:
     """Raise unless every array of an optimizer's state is there for each layer."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not hasattr(leaf, "shape") or leaf.shape[:1] != (length,):
@@ -55,7 +54,7 @@ def check_stacked(state: Any, length: int) -> None:
             )
 
 
-def check_step(before: Any, after: Any) -> None:
+def check_step(before: PyTree, after: PyTree) -> None:
     """Raise unless an optimizer leaves the types of parameters and state as they were."""
     said = _difference(before, after)
     if said:
@@ -66,7 +65,7 @@ def check_step(before: Any, after: Any) -> None:
         )
 
 
-def check_input(x: Any) -> None:
+def check_input(x: PyTree) -> None:
     """Raise unless all that goes through the layers can be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not is_inexact(leaf):
@@ -79,7 +78,7 @@ def check_input(x: Any) -> None:
         raise TypeError("`first` must return the arrays that enter the first layer; got none.")
 
 
-def check_layer(before: Any, after: Any) -> None:
+def check_layer(before: PyTree, after: PyTree) -> None:
     """Raise unless a layer returns what the next one takes."""
     said = _difference(before, after)
     if said:
@@ -90,7 +89,7 @@ def check_layer(before: Any, after: Any) -> None:
         )
 
 
-def check_loss(loss: Any) -> Any:
+def check_loss(loss: object) -> jax.Array:
     """The loss in float32 or wider.
 
     Raises:
@@ -105,19 +104,19 @@ def check_loss(loss: Any) -> Any:
     return jnp.asarray(loss, at_least_float32(dtype))
 
 
-def check_limit(limit: Any, name: str) -> None:
+def check_limit(limit: object, name: str) -> None:
     """Raise unless a largest norm is a positive number, or traced."""
     if isinstance(limit, bool) or (isinstance(limit, int | float) and not limit > 0):
         raise ValueError(f"`{name}` must be a positive number, the largest norm; got {limit!r}.")
 
 
-def check_function(function: Any, name: str, form: str) -> None:
+def check_function(function: object, name: str, form: str) -> None:
     """Raise unless it can be called."""
     if not callable(function):
         raise TypeError(f"`{name}` must be a function, {form}; got {type(function).__name__}.")
 
 
-def _difference(before: Any, after: Any) -> str:
+def _difference(before: PyTree, after: PyTree) -> str:
     if jax.tree.structure(before) != jax.tree.structure(after):
         return f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
     pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
@@ -128,7 +127,7 @@ def _difference(before: Any, after: Any) -> str:
     return ""
 
 
-def _shown(leaf: Any) -> str:
+def _shown(leaf: object) -> str:
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
     return type_of(leaf)

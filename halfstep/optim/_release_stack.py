@@ -7,22 +7,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
+from jaxtyping import PyTree
 
 Call = Callable[[Any, Any, Any], Any]
 """Of one layer's parameters, what enters it and the parameters outside, what leaves it."""
 
 
-def take(tree: Any, number: Any) -> Any:
+def take(tree: PyTree, number: jax.Array) -> PyTree:
     """One layer of stacked arrays."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), tree
     )
 
 
-def put(tree: Any, layer: Any, number: Any) -> Any:
+def put(tree: PyTree, layer: PyTree, number: jax.Array) -> PyTree:
     """Stacked arrays with one layer replaced; in a loop that happens in place."""
 
-    def of(leaf: Any, new: Any) -> Any:
+    def of(leaf: jax.Array, new: jax.Array) -> jax.Array:
         if leaf.dtype != jnp.bfloat16:
             return _put(leaf, new, number)
         return jax.lax.platform_dependent(leaf, new, number, cpu=_put_bits, default=_put)
@@ -30,11 +31,11 @@ def put(tree: Any, layer: Any, number: Any) -> Any:
     return jax.tree.map(of, tree, layer)
 
 
-def _put(leaf: Any, new: Any, number: Any) -> Any:
+def _put(leaf: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(leaf, new, number, 0)
 
 
-def _put_bits(leaf: Any, new: Any, number: Any) -> Any:
+def _put_bits(leaf: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
     """The same by the bits: XLA:CPU would convert all of a bfloat16 array, in every turn.
 
     Not on other backends: XLA:TPU copies all of it if its bits are asked for.
@@ -43,20 +44,20 @@ def _put_bits(leaf: Any, new: Any, number: Any) -> Any:
     return bitcast_convert_type(_put(old, word, number), jnp.bfloat16)
 
 
-def forward(call: Call, layers: Any, x: Any, outer: Any) -> tuple[Any, Any]:
+def forward(call: Call, layers: PyTree, x: PyTree, outer: PyTree) -> tuple[PyTree, PyTree]:
     """What leaves the last layer, and what enters each: all that is kept for the way back."""
     return jax.lax.scan(lambda x, layer: (call(layer, x, outer), x), x, layers)
 
 
 def backward(
     call: Call,
-    frozen: Any,
-    inputs: Any,
-    outer: Any,
+    frozen: PyTree,
+    inputs: PyTree,
+    outer: PyTree,
     used: Sequence[bool],
-    ct: Any,
+    ct: PyTree,
     visit: Callable[[Any, Any, Any], Any],
-    stack: Any,
+    stack: PyTree,
     layer_of: Callable[[Any, Any], Any],
 ) -> tuple[Any, list[Any], Any]:
     """From the last layer to the first.
@@ -80,17 +81,17 @@ def backward(
     leaves, treedef = jax.tree.flatten(outer)
     chosen = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
 
-    def whole(chosen: Sequence[Any]) -> Any:
+    def whole(chosen: Sequence[jax.Array]) -> PyTree:
         rest = iter(chosen)
         pairs = zip(leaves, used, strict=True)
         return treedef.unflatten([next(rest) if is_used else leaf for leaf, is_used in pairs])
 
-    def turn(done: Any, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
+    def turn(done: jax.Array, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
         ct, sums, stack = carry
         number = length - 1 - done
         others = take(frozen, number)
 
-        def run(layer: Any, x: Any, chosen: Sequence[Any]) -> Any:
+        def run(layer: PyTree, x: PyTree, chosen: Sequence[Any]) -> PyTree:
             return call(eqx.combine(layer, others), x, whole(chosen))
 
         _, pull = jax.vjp(run, layer_of(stack, number), take(inputs, number), chosen)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from halfstep._base import is_inexact
 from halfstep._training import as_predicate, select_tree
@@ -58,7 +59,9 @@ def transformation(
         prepare: Of float32 parameters makes those to compute with, and their state.
     """
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError(
                 "a compressed optimizer needs the parameters, since its state holds a part of "
@@ -76,15 +79,17 @@ def transformation(
 def of_models(made: Transformation) -> Transformation:
     """The same for whole models: functions, texts and integers in them stay as they are."""
 
-    def init_model(params: Any) -> Any:
+    def init_model(params: PyTree) -> PyTree:
         return made.init(eqx.filter(params, is_trained))
 
-    def prepare_model(params: Any) -> tuple[Any, Any]:
+    def prepare_model(params: PyTree) -> tuple[PyTree, PyTree]:
         trained, rest = eqx.partition(params, is_trained)
         low, state = made.prepare(trained)
         return eqx.combine(low, rest), state
 
-    def step_model(params: Any, state: Any, grads: Any, *args: Any, **options: Any) -> Any:
+    def step_model(
+        params: PyTree, state: PyTree, grads: PyTree, *args: Any, **options: Any
+    ) -> tuple[PyTree, PyTree]:
         trained, rest = eqx.partition(params, is_trained)
         given = jax.tree.map(lambda p, g: g if is_trained(p) else None, params, grads)
         new, state = made.step(trained, state, given, *args, **options)
@@ -93,16 +98,16 @@ def of_models(made: Transformation) -> Transformation:
     return transformation(init_model, step_model, prepare_model)
 
 
-def is_trained(leaf: Any) -> bool:
+def is_trained(leaf: object) -> bool:
     """Whether a leaf is made of floating-point numbers, or has the shape of such an array."""
     dtype = getattr(leaf, "dtype", None)
     return is_inexact(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact))
 
 
-def difference(new: Any, old: Any) -> Any:
+def difference(new: PyTree, old: PyTree) -> PyTree:
     """What `optax.apply_updates` is to add; of bfloat16 in float32, which is exact."""
 
-    def of(new: Any, old: Any) -> Any:
+    def of(new: PyTree, old: PyTree) -> PyTree:
         if not is_inexact(old):
             return jnp.zeros_like(old) if hasattr(old, "dtype") else old
         wide = np.promote_types(old.dtype, jnp.float32)
@@ -172,16 +177,16 @@ def chain(*transforms: optax.GradientTransformation) -> Transformation:
         )
     before = optax.with_extra_args_support(optax.chain(*front))
 
-    def init(params: Any) -> ChainState:
+    def init(params: PyTree) -> ChainState:
         return ChainState(before.init(eqx.filter(params, is_trained)), last.init(params))
 
-    def prepare(params: Any) -> tuple[Any, ChainState]:
+    def prepare(params: PyTree) -> tuple[PyTree, ChainState]:
         made, state = last.prepare(params)
         return made, ChainState(before.init(eqx.filter(made, is_trained)), state)
 
     def step(
-        params: Any, state: ChainState, grads: Any, finite: Any = None, **extra_args: Any
-    ) -> tuple[Any, ChainState]:
+        params: PyTree, state: ChainState, grads: PyTree, finite: object = None, **extra_args: Any
+    ) -> tuple[PyTree, ChainState]:
         trained = eqx.filter(params, is_trained)
         grads, first = before.update(grads, state.first, trained, **extra_args)
         decided = finite is not None and as_predicate(finite) is not None

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import bitcast_convert_type
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Shaped
 
 Values = Float32[Array, "..."]
@@ -106,7 +107,9 @@ class Code:
             return self.dtype
         return jnp.int8 if self.curve is Curve.SOFTSIGN else jnp.uint8
 
-    def _signed(self, position: Values, noise: Any, nearest: Callable[[Any], Any]) -> Values:
+    def _signed(
+        self, position: Values, noise: Values | None, nearest: Callable[[Any], Any]
+    ) -> Values:
         if noise is None:
             return nearest(position)
         size = jnp.abs(position)
@@ -154,7 +157,7 @@ def as_code(code: str | Code) -> Code:
     return CODES[code]
 
 
-def as_scale_dtype(dtype: Any) -> np.dtype:
+def as_scale_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype of scales.
 
     Raises:
@@ -166,7 +169,7 @@ def as_scale_dtype(dtype: Any) -> np.dtype:
     return found
 
 
-def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:
+def scale_of(magnitude: Values, dtype: DTypeLike) -> Shaped[Array, "..."]:
     """The scale of a group with a largest magnitude: in bfloat16 rounded up, or as it is."""
     if np.dtype(dtype) == np.float32:
         return magnitude
@@ -176,7 +179,7 @@ def scale_of(magnitude: Values, dtype: Any) -> Shaped[Array, "..."]:
     return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 
-def _root(position: Values, noise: Any, nearest: Callable[[Any], Any]) -> Values:
+def _root(position: Values, noise: Values | None, nearest: Callable[[Any], Any]) -> Values:
     if noise is None:
         return nearest(position)
     below = jnp.floor(position)

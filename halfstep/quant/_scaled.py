@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import bitcast_convert_type
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Key, Shaped
 
 from halfstep._policy import Factor
@@ -141,7 +142,9 @@ def write_blocks(
     return Blocks(elements, scale, outer)
 
 
-def _two_levels(amax: Any, factor: Factor) -> tuple[Any, Any]:
+def _two_levels(
+    amax: Float32[Array, "..."], factor: Factor
+) -> tuple[Shaped[Array, "..."], Float32[Array, ""]]:
     """Scales of blocks as e4m3, relative to one of the tensor."""
     limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
     needed = amax / factor.max
@@ -150,7 +153,7 @@ def _two_levels(amax: Any, factor: Factor) -> tuple[Any, Any]:
 
 
 def read_blocks(
-    array: Blocks, factor: Factor, *, length: int, dtype: Any = jnp.bfloat16
+    array: Blocks, factor: Factor, *, length: int, dtype: DTypeLike = jnp.bfloat16
 ) -> Float[Array, "b r n"]:
     """The rows that blocks stand for, without what fills the last one.
 
@@ -162,7 +165,7 @@ def read_blocks(
     return value.astype(dtype).reshape(batch, rows, blocks * size)[:, :, :length]
 
 
-def _of_rows(scale: Any, rows: int, factor: Factor) -> Any:
+def _of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:
     """The scales of each row, from those of tiles."""
     return jnp.repeat(scale, factor.size, axis=1)[:, :rows] if factor.per == "tile" else scale
 

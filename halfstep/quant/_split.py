@@ -3,7 +3,9 @@
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import bitcast_convert_type
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float32, Int8, Int16, Shaped, UInt32
 
 from halfstep._base import type_of
@@ -112,7 +114,17 @@ def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:
     return value.astype(jnp.float32)
 
 
-def check_dtype(value: Shaped[Array, "..."], dtype: Any, who: str) -> None:
+def word_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the unsigned integer that is as wide as a dtype."""
+    return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+
+
+def words(value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Return the bits of values, as unsigned integers."""
+    return bitcast_convert_type(value, word_dtype(value.dtype))
+
+
+def check_dtype(value: Shaped[Array, "..."], dtype: DTypeLike, who: str) -> None:
     """Raise unless an array is of a dtype, whose bits are to be read."""
     wanted = jnp.dtype(dtype)
     if value.dtype != wanted:
@@ -132,7 +144,7 @@ def parted(
     param: Shaped[Array, "..."],
     low: Low | None,
     noise: UInt32[Array, "..."] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Shaped[Array, "..."], Any]:
     """A new value of a parameter, stored as the old one is: split, or converted."""
     if low is None:
         return value.astype(param.dtype), None

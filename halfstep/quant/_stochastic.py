@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import bitcast_convert_type
 from jaxtyping import Array, Float32, Key, Shaped
 
@@ -58,7 +59,7 @@ def stochastic_round(
     return _to_float(value, dtype, noise)
 
 
-def _to_bfloat16(value: Any, key: Any) -> Any:
+def _to_bfloat16(value: Float32[Array, "..."], key: Key[Array, ""]) -> Shaped[Array, "..."]:
     word = bitcast_convert_type(value, jnp.uint32)
     noise = jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
     high = ((word + noise) >> 16).astype(jnp.uint16)
@@ -67,7 +68,9 @@ def _to_bfloat16(value: Any, key: Any) -> Any:
     return jnp.where(is_inside, moved, value.astype(jnp.bfloat16))
 
 
-def _to_float(value: Any, dtype: Any, noise: Any) -> Any:
+def _to_float(
+    value: Float32[Array, "..."], dtype: np.dtype, noise: Float32[Array, "..."]
+) -> Shaped[Array, "..."]:
     word = _WORDS[dtype]
     nearest = value.astype(dtype)
     back = nearest.astype(jnp.float32)
@@ -86,7 +89,9 @@ def _to_float(value: Any, dtype: Any, noise: Any) -> Any:
     return jnp.where(inside, moved, back).astype(dtype)
 
 
-def _to_four_bits(value: Any, noise: Any) -> Any:
+def _to_four_bits(
+    value: Float32[Array, "..."], noise: Float32[Array, "..."]
+) -> Shaped[Array, "..."]:
     # 0, 1/2, 1, 3/2, 2, 3, 4, 6: three distances, all of them powers of two.
     size = jnp.abs(value)
     step = jnp.where(

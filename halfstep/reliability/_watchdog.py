@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 
@@ -95,7 +95,7 @@ class Watchdog:
             return
 
 
-def _descriptor(file: Any) -> int:
+def _descriptor(file: TextIO) -> int:
     try:
         return file.fileno()
     except (AttributeError, OSError, ValueError):

@@ -11,21 +11,25 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from halfstep._base import ClosedJaxpr
 from halfstep.kernels._target import capability_of
 from halfstep.kernels.flash_update import _block, _cpu, _gpu, _tpu, _xla_gpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
+    Flat,
     alike,
     along_shards,
     explicit_sharding,
     may_be_divided,
     partitioned,
 )
-from halfstep.kernels.flash_update._rule import Leaf, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._rule import HasType, Leaf, Scalars, Spec, leaf_of
 
 Implementation = Literal["xla", "gpu", "tpu", "interpret"] | None
 
 _KERNELS = MappingProxyType({"gpu": _gpu, "interpret": _gpu, "tpu": _tpu})
+# What XLA compiles by itself: for any platform, and what its CPU and its GPU compiler do better.
+_FORMS = MappingProxyType({"plain": _block, "cpu": _cpu, "gpu": _xla_gpu})
 
 
 def flash_update(
@@ -63,11 +67,14 @@ def flash_update(
     return leaf_of(present, made)
 
 
-def _bound(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
+def _bound(
+    *arrays: jax.Array, present: tuple[int, ...], spec: Spec, implementation: Implementation
+) -> Sequence[jax.Array]:
     arrays = tuple(alike(arrays))
     divided = None
     if implementation != "xla" and may_be_divided():
-        # Traced here and not only when it is lowered: JAX looks for it, and then tells the devices.
+        # Traced here and not only when it is lowered: JAX looks for `custom_partitioning` in the
+        # jaxpr, and tells the lowering rule the devices only if it finds it.
         local = _local(present, spec, implementation)
         divided = jax.make_jaxpr(_divided(local, arrays, present, spec))(*arrays)
     return _update.bind(
@@ -75,19 +82,19 @@ def _bound(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: A
     )
 
 
-def _local(present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
+def _local(present: tuple[int, ...], spec: Spec, implementation: Implementation | str) -> Flat:
     """Return the update of what one device has."""
     return partial(
         _update.bind, present=present, spec=spec, implementation=implementation, divided=None
     )
 
 
-def _divided(local: Any, arrays: Sequence[Any], present: tuple[int, ...], spec: Spec) -> Any:
+def _divided(local: Flat, arrays: Sequence[HasType], present: tuple[int, ...], spec: Spec) -> Flat:
     """Return the update that a compiler divides among devices."""
     return partitioned(local, arrays[2].shape, spec.groups, [i in SCALES for i in present])
 
 
-def _check(implementation: str | None, leaf: Leaf, grad: Any, spec: Spec) -> None:
+def _check(implementation: str | None, leaf: Leaf, grad: HasType, spec: Spec) -> None:
     if implementation not in (None, "xla", *_KERNELS):
         raise ValueError(
             "implementation must be None, 'xla', 'gpu', 'tpu' or 'interpret'; "
@@ -102,70 +109,77 @@ def _check(implementation: str | None, leaf: Leaf, grad: Any, spec: Spec) -> Non
             )
 
 
-def _packed(by: Scalars) -> Any:
-    """The hyperparameters in one array: a kernel is given nine numbers in one buffer."""
+def _packed(by: Scalars) -> jax.Array:
+    """Return the hyperparameters in one array: a kernel gets nine numbers in one buffer."""
     index = jax.lax.iota(jnp.int32, len(by))
     packed = jnp.zeros(len(by), jnp.float32)
     for i, value in enumerate(by):
-        # Chosen and not concatenated, for which XLA takes 350 KB on a TPU v5p.
+        # Selected and not concatenated: XLA takes 350 KB for the concatenation on a TPU v5p.
         packed = jnp.where(index == i, jnp.asarray(value, jnp.float32), packed)
     return packed
 
 
-def _scalars(by: Any) -> Scalars:
+def _scalars(by: jax.Array) -> Scalars:
     return Scalars(*(by[i] for i in range(len(Scalars._fields))))
 
 
-def _flat(leaf: Leaf) -> tuple[Any, ...]:
+def _flat(leaf: Leaf) -> tuple[jax.Array, ...]:
     return tuple(array for array in leaf if array is not None)
 
 
 # Jitted, so that leaves of one shape are traced and lowered once.
-@partial(jax.jit, static_argnames=("present", "spec"))
-def _plain(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    return _flat(_block.update(leaf_of(present, arrays), grad, _scalars(by), spec))
-
-
-@partial(jax.jit, static_argnames=("present", "spec"))
-def _passes(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    return _flat(_cpu.update(leaf_of(present, arrays), grad, _scalars(by), spec))
-
-
-@partial(jax.jit, static_argnames=("present", "spec"))
-def _two_passes(by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec) -> Any:
-    return _flat(_xla_gpu.update(leaf_of(present, arrays), grad, _scalars(by), spec))
+@partial(jax.jit, static_argnames=("present", "spec", "form"))
+def _compiled(
+    by: jax.Array,
+    grad: jax.Array,
+    *arrays: jax.Array,
+    present: tuple[int, ...],
+    spec: Spec,
+    form: str,
+) -> tuple[jax.Array, ...]:
+    leaf = leaf_of(present, arrays)
+    return _flat(_FORMS[form].update(leaf, grad, _scalars(by), spec))
 
 
 @partial(jax.jit, static_argnames=("present", "spec", "kind"))
 def _kernel(
-    by: Any, grad: Any, *arrays: Any, present: tuple[int, ...], spec: Spec, kind: str
-) -> Any:
+    by: jax.Array,
+    grad: jax.Array,
+    *arrays: jax.Array,
+    present: tuple[int, ...],
+    spec: Spec,
+    kind: str,
+) -> tuple[jax.Array, ...]:
     leaf = leaf_of(present, arrays)
     return _flat(_KERNELS[kind].update(leaf, grad, by, spec, interpret=kind == "interpret"))
 
 
+# A primitive and no function: only a lowering rule knows the platform, the devices and whether a
+# compiler divides the program, and all three decide who computes the update.
 _update = Primitive("halfstep_flash_update")
 _update.multiple_results = True
 
 
 @partial(jax.jit, static_argnames=("present", "spec", "implementation"))
-def _eager(*arrays: Any, present: tuple[int, ...], spec: Spec, implementation: Any) -> Any:
+def _eager(
+    *arrays: jax.Array, present: tuple[int, ...], spec: Spec, implementation: Implementation
+) -> Sequence[jax.Array]:
     return _bound(*arrays, present=present, spec=spec, implementation=implementation)
 
 
-def _abstract(by: Any, grad: Any, *arrays: Any, **_: Any) -> list[Any]:
+def _abstract(by: object, grad: object, *arrays: Any, **_: object) -> list[Any]:
     del by, grad
     return list(arrays)
 
 
 def _lowered(
     platform: str | None,
-    ctx: Any,
+    ctx: mlir.LoweringRuleContext,
     *args: Any,
     present: tuple[int, ...],
     spec: Spec,
-    implementation: Any,
-    divided: Any,
+    implementation: Implementation,
+    divided: ClosedJaxpr | None,
 ) -> Any:
     if implementation in ("gpu", "tpu") and implementation != platform:
         raise ValueError(
@@ -183,14 +197,17 @@ def _lowered(
             )
     chosen = _chosen(platform, ctx, present, spec, implementation)
     if chosen is None:
-        run = partial(_by_xla(platform, ctx, implementation), present=present, spec=spec)
+        form = _by_xla(platform, ctx, implementation)
+        run = partial(_compiled, present=present, spec=spec, form=form)
     elif not _is_divided(ctx):
         run = partial(_kernel, present=present, spec=spec, kind=chosen)
     elif divided is not None and _is_divided_here(ctx, platform):
         # Traced again: in the divided program, nothing tells which GPU it is for.
-        run = _divided(_local(present, spec, chosen), ctx.avals_in, present, spec)
+        avals: Any = ctx.avals_in
+        run = _divided(_local(present, spec, chosen), avals, present, spec)
     elif implementation is None:
-        run = partial(_by_xla(platform, ctx, None), present=present, spec=spec)
+        form = _by_xla(platform, ctx, None)
+        run = partial(_compiled, present=present, spec=spec, form=form)
     else:
         raise ValueError(
             f"implementation={implementation!r} is divided among devices by a compiler that "
@@ -202,13 +219,18 @@ def _lowered(
 
 
 def _chosen(
-    platform: str | None, ctx: Any, present: tuple[int, ...], spec: Spec, implementation: Any
+    platform: str | None,
+    ctx: mlir.LoweringRuleContext,
+    present: tuple[int, ...],
+    spec: Spec,
+    implementation: Implementation,
 ) -> str | None:
     """Return which kernel computes an update; `None` for XLA."""
     kind: str | None = implementation or platform
     if kind is None or kind not in _KERNELS:
         return None
-    grad, *arrays = ctx.avals_in[1:]
+    avals: Any = ctx.avals_in
+    _, grad, *arrays = avals
     if _KERNELS[kind].refusal(leaf_of(present, arrays), grad, spec):
         return None
     if platform == "gpu" and implementation is None and _gpu.refusal_of_gpu(capability_of(ctx)):
@@ -216,34 +238,41 @@ def _chosen(
     return kind
 
 
-def _by_xla(platform: str | None, ctx: Any, implementation: Any) -> Any:
-    """Return the form of the update that the compiler of a platform makes the most of."""
+def _by_xla(
+    platform: str | None, ctx: mlir.LoweringRuleContext, implementation: Implementation
+) -> str:
+    """Return which form of the update the compiler of a platform makes the most of."""
     if platform == "gpu":
-        return _two_passes
-    # The passes for CPUs look at single elements, which would be asked of other devices.
+        return "gpu"
+    # The form for CPUs reads single elements, which in a divided program lie on other devices.
     if platform == "cpu" and implementation is None and not _is_divided(ctx):
-        return _passes
-    return _plain
+        return "cpu"
+    return "plain"
 
 
-def _is_divided(ctx: Any) -> bool:
-    """Whether the compiler divides this program among devices, and shapes are those of all."""
-    context = ctx.module_context.axis_context
+def _is_divided(ctx: mlir.LoweringRuleContext) -> bool:
+    """Return whether the compiler divides this program, so that shapes are those of all devices."""
+    # JAX's two kinds of context: of a program that the compiler divides, and of `shard_map`.
+    context: Any = ctx.module_context.axis_context
     if hasattr(context, "num_devices"):
         return context.num_devices > 1
     return set(context.manual_axes) != set(context.mesh.axis_names)
 
 
-def _is_divided_here(ctx: Any, platform: str | None) -> bool:
+def _is_divided_here(ctx: mlir.LoweringRuleContext, platform: str | None) -> bool:
     """Whether the compiler asks this process how to divide a kernel; that for TPUs never does."""
     return platform != "tpu" and not ctx.module_context.lowering_parameters.for_export
 
 
-def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    # Groups are counted from the end: with an axis in front a leaf is a leaf.
+def _batched(
+    args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Sequence[jax.Array], list[int]]:
+    # The axis of groups is counted from the end: a batch of leaves, with one more axis in front,
+    # is itself a leaf, which one kernel updates.
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
     if dims[0] is not None:
-        plain = partial(_plain, present=params["present"], spec=params["spec"])
+        # A kernel takes one set of scalars: with one for each example, the plain form remains.
+        plain = partial(_compiled, present=params["present"], spec=params["spec"], form="plain")
         return jax.vmap(plain, in_axes=tuple(dims))(*args), [0] * (len(args) - 2)
     moved = [
         jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else jnp.moveaxis(arg, dim, 0)
@@ -254,8 +283,9 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     return made, [0] * len(made)
 
 
-def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    plain = partial(_plain, present=params["present"], spec=params["spec"])
+def _differentiated(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> Any:
+    # Kernels have no derivative; the plain form computes the same and has one.
+    plain = partial(_compiled, present=params["present"], spec=params["spec"], form="plain")
     return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 

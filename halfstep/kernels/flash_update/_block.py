@@ -1,13 +1,15 @@
 """The update of one block, which every kernel and the reference run; and the shapes of blocks."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from halfstep.kernels.flash_update._rule import (
+    HasType,
     Leaf,
     Moments,
     Scalars,
@@ -24,7 +26,7 @@ SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"
 """Which fields of a leaf are scales."""
 
 
-def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
+def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
     """Why no kernel takes a leaf; `None` if there is nothing against it."""
     if leaf.param.size == 0:
         return f"takes no empty leaf; got shape {list(leaf.param.shape)}"
@@ -61,12 +63,14 @@ class View(NamedTuple):
         size = self.groups.size
         return (rows // size, cols) if self.groups.axis == -2 else (rows, cols // size)
 
-    def arrays(self, leaf: Leaf) -> list[Any]:
+    def arrays(self, leaf: Leaf) -> list[jax.Array]:
         """What a leaf has, in the shapes of the view."""
         shapes = [self.scale_shape if i in SCALES else self.shape for i in leaf.present]
         return [leaf[i].reshape(shape) for i, shape in zip(leaf.present, shapes, strict=True)]
 
-    def position(self, block: Any, start: tuple[Any, Any, Any]) -> Any:
+    def position(
+        self, block: tuple[int, int], start: tuple[ArrayLike, ArrayLike, ArrayLike]
+    ) -> jax.Array:
         """Where each element of a block is in the whole leaf: what its random words depend on."""
         _, rows, cols = self.shape
         full = self.groups.count(self.shape) * self.groups.size
@@ -89,15 +93,15 @@ def view_of(shape: tuple[int, ...], groups: Groups) -> View:
 
 def update_block(
     leaf: Leaf,
-    grad: Any,
+    grad: jax.Array,
     by: Scalars,
     spec: Spec,
     groups: Groups,
     *,
-    at: Any,
-    nearest: Any = jnp.round,
+    at: jax.Array | None,
+    nearest: Callable[[jax.Array], jax.Array] = jnp.round,
 ) -> Leaf:
-    """One step of a block. A last group that is not full is filled up while it is computed.
+    """Step one block. A last group that is not full is padded while it is computed.
 
     Args:
         leaf: The block's part of every array.
@@ -110,19 +114,16 @@ def update_block(
     """
     shape = leaf.param.shape
 
-    def divided(array: Any) -> Any:
-        return None if array is None else groups.divided(array)
-
     words = chances = None
-    if spec.stochastic:
+    if spec.stochastic and at is not None:
         at = groups.divided(at)
         words = hashed(at, by.seed, stream=0)
-        # By way of int32, which all backends convert: after the shift there is no sign.
+        # By way of int32, which every backend converts to floats; the shift has cleared the sign.
         top = jax.lax.bitcast_convert_type(hashed(at, by.seed, stream=1) >> 8, jnp.int32)
         chances = top.astype(jnp.float32) * 2.0**-24
     root = _decoded(leaf.second, leaf.second_scale, spec.second, groups)
     old = Moments(
-        joined(divided(leaf.param), divided(leaf.low)),
+        joined(groups.divided(leaf.param), None if leaf.low is None else groups.divided(leaf.low)),
         _decoded(leaf.first, leaf.first_scale, spec.first, groups),
         None if root is None else root * root,
     )
@@ -138,22 +139,24 @@ def update_block(
     return Leaf(*(None if a is None else jnp.where(by.keep != 0, a, b) for a, b in pairs))
 
 
-def _decoded(codes: Any, scale: Any, code: Code, groups: Groups) -> Any:
-    if codes is None:
+def _decoded(
+    codes: jax.Array | None, scale: jax.Array | None, code: Code, groups: Groups
+) -> jax.Array | None:
+    if codes is None or scale is None:
         return None
     return code.decode(groups.divided(codes), widened(groups.aligned(scale)))
 
 
 def _encoded(
-    value: Any,
-    old_scale: Any,
+    value: jax.Array | None,
+    old_scale: jax.Array | None,
     code: Code,
     groups: Groups,
     shape: tuple[int, ...],
-    noise: Any,
-    nearest: Any,
-) -> tuple[Any, Any]:
-    if value is None:
+    noise: jax.Array | None,
+    nearest: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if value is None or old_scale is None:
         return None, None
     axis = value.ndim + groups.axis
     scale = scale_of(jnp.max(jnp.abs(value), axis=axis, keepdims=True), old_scale.dtype)
@@ -161,18 +164,18 @@ def _encoded(
     return groups.whole(codes, shape), jnp.squeeze(scale, axis)
 
 
-def reshaped(arrays: Sequence[Any], like: Leaf) -> Leaf:
+def reshaped(arrays: Sequence[jax.Array], like: Leaf) -> Leaf:
     """The leaf of a kernel's results, in the shapes of the one that it was given."""
     pairs = zip(like.present, arrays, strict=True)
     return leaf_of(like.present, [array.reshape(like[i].shape) for i, array in pairs])
 
 
-def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
-    """One step of a leaf: that of a block which is all of it."""
+def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
+    """Step a leaf in plain JAX, as one block: the reference that every kernel must agree with."""
     shape, groups = leaf.param.shape, spec.groups
     at = None
     if spec.stochastic:
-        # Counted with what fills a last group, as kernels count.
+        # Counted as kernels count, with the padding of a last group that is not full.
         count = math.prod(groups.scale_shape(shape)) * groups.size
         at = groups.whole(jnp.arange(count, dtype=jnp.uint32), shape)
     return update_block(leaf, grad, by, spec, groups, at=at)

@@ -19,11 +19,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
+from jaxtyping import PyTree
 
 from halfstep.kernels.flash_update import _block
-from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, noise, updated
+from halfstep.kernels.flash_update._rule import (
+    HasType,
+    Leaf,
+    Moments,
+    Scalars,
+    Spec,
+    noise,
+    updated,
+)
 from halfstep.quant._codes import scale_of
-from halfstep.quant._split import join, parted, widened
+from halfstep.quant._split import join, parted, widened, word_dtype, words
 
 MIN_SIZE = 1 << 20
 """Smaller leaves are updated in the plain form: they fit in caches, and passes cost more."""
@@ -32,7 +41,9 @@ MIN_SIZE = 1 << 20
 _FOLD = 8
 
 
-def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, min_size: int = MIN_SIZE) -> Leaf:
+def update(
+    leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec, *, min_size: int = MIN_SIZE
+) -> Leaf:
     """One step of a leaf, as `_block.update` computes it.
 
     Args:
@@ -46,7 +57,8 @@ def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, min_size: int = MI
         return _block.update(leaf, grad, by, spec)
     keep = jnp.asarray(by.keep, bool)
     passes = _Passes(leaf, grad, by, spec)
-    # Of an argument: read from a result it would be one more use of all that makes it.
+    # Read from an argument. Read from a result, the zero would be one more use of all that makes
+    # the result, and XLA would compute it twice or keep it.
     zero = _zero_after(leaf.first)
     always = zero == 0
     low = None
@@ -67,7 +79,7 @@ def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec, *, min_size: int = MI
     return Leaf(param, low, first, first_scale, second, second_scale)
 
 
-def _fits(leaf: Leaf, grad: Any, spec: Spec) -> bool:
+def _fits(leaf: Leaf, grad: HasType, spec: Spec) -> bool:
     shape, groups = leaf.param.shape, spec.groups
     floats = (jnp.bfloat16, jnp.float32)
     return (
@@ -89,50 +101,54 @@ class _Passes(NamedTuple):
     """What is computed in one pass each. `zero` is one that the compiler does not know."""
 
     leaf: Leaf
-    grad: Any
+    grad: jax.Array
     by: Scalars
     spec: Spec
 
-    def low(self, zero: Any) -> Any:
+    def low(self, zero: jax.Array) -> jax.Array:
         """The bits that the parameter lacks."""
         return self._split(zero)[1]
 
-    def param(self, zero: Any) -> Any:
+    def param(self, zero: jax.Array) -> jax.Array:
         """The parameter."""
         return self._split(zero)[0]
 
-    def first(self, zero: Any, scale: Any) -> Any:
+    def first(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
         """The codes of the first moment."""
         new = self._new(zero)
         return self.spec.first.encode(new.first, self._spread(_floats(scale)))
 
-    def second(self, zero: Any, scale: Any) -> Any:
+    def second(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
         """The codes of the second moment."""
         chances = None
         if self.spec.stochastic:
-            words = noise(self.leaf.param.shape, self.by.seed, stream=1)
-            chances = (words >> 8).astype(jnp.float32) * 2.0**-24
+            bits = noise(self.leaf.param.shape, self.by.seed, stream=1)
+            chances = (bits >> 8).astype(jnp.float32) * 2.0**-24
         wide = self._spread(_floats(scale))
         return self.spec.second.encode(self._new(zero).root, wide, noise=chances)
 
-    def scales(self, zero: Any, always: Any) -> list[Any]:
+    def scales(self, zero: jax.Array, always: jax.Array) -> list[jax.Array]:
         """The scales of both moments, as words: in two passes, of which the second is small."""
         leaf, groups = self.leaf, self.spec.groups
         first = (leaf.first, leaf.first_scale)
         second = () if leaf.second is None else (leaf.second, leaf.second_scale)
         shape = groups.scale_shape(leaf.param.shape)
         parts = (*shape[:-1], groups.size // _FOLD, shape[-1])
-        words = [_word_dtype(scale) for scale in (first[1], *second[1:])]
-        largest = _barrier(self._largest, [jax.ShapeDtypeStruct(parts, w) for w in words], always)
+        dtypes = [word_dtype(scale.dtype) for scale in (first[1], *second[1:])]
+        largest = _barrier(
+            self._largest, [jax.ShapeDtypeStruct(parts, dtype) for dtype in dtypes], always
+        )
         found = largest(zero, self.grad, *first, *second)
-        whole = _barrier(_over_parts, [jax.ShapeDtypeStruct(shape, w) for w in words], always)
+        whole = _barrier(
+            _over_parts, [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes], always
+        )
         return list(whole(*found))
 
-    def _largest(self, zero: Any, grad: Any, *moments: Any) -> list[Any]:
+    def _largest(self, zero: jax.Array, grad: jax.Array, *moments: jax.Array) -> list[jax.Array]:
         """The scales of each eight elements."""
-        folded = [self._folded(x) for x in (_words(grad), moments[0], *moments[2:3])]
+        folded = [self._folded(x) for x in (words(grad), moments[0], *moments[2:3])]
         wide = [widened(s)[..., None, :] for s in (moments[1], *moments[3:])]
-        found: list[Any] = []
+        found: list[jax.Array] = []
         for row in range(_FOLD):
             grad_row, *codes = (_opaque(x[..., row, :], zero) for x in folded)
             old = [
@@ -143,16 +159,17 @@ class _Passes(NamedTuple):
             ]
             moments_row = Moments(jnp.float32(0), old[0], old[1] * old[1] if old[1:] else None)
             new = updated(moments_row, _floats(grad_row), self.by, self.spec)
-            # Of values that are not negative, words are in their order, and NaN is the largest.
+            # The words of values that are not negative are in the order of the values, and NaN is
+            # the largest: a maximum of floats might drop it.
             magnitudes = [jnp.abs(new.first), *([new.second] if old[1:] else [])]
             row_words = [bitcast_convert_type(x, jnp.int32) for x in magnitudes]
             found = [*map(jnp.maximum, found, row_words)] if found else row_words
         values = [bitcast_convert_type(x, jnp.float32) for x in found]
         values = [values[0], *map(jnp.sqrt, values[1:])]
         dtypes = [s.dtype for s in (moments[1], *moments[3:])]
-        return [_words(scale_of(*pair)) for pair in zip(values, dtypes, strict=True)]
+        return [words(scale_of(*pair)) for pair in zip(values, dtypes, strict=True)]
 
-    def _new(self, zero: Any) -> Moments:
+    def _new(self, zero: jax.Array) -> Moments:
         """The values after the step. What a pass does not use of them is not computed."""
         leaf, spec = self.leaf, self.spec
         if leaf.low is None:
@@ -167,60 +184,62 @@ class _Passes(NamedTuple):
         grad = _opaque(widened(self.grad), zero)
         return updated(Moments(value, first, second), grad, self.by, spec)
 
-    def _split(self, zero: Any) -> tuple[Any, Any]:
-        words = None
+    def _split(self, zero: jax.Array) -> tuple[jax.Array, Any]:
+        bits = None
         if self.spec.stochastic:
             seed = self.by.seed.astype(jnp.uint32) + zero
-            words = noise(self.leaf.param.shape, seed, stream=0)
-        return parted(self._new(zero).value, self.leaf.param, self.leaf.low, words)
+            bits = noise(self.leaf.param.shape, seed, stream=0)
+        return parted(self._new(zero).value, self.leaf.param, self.leaf.low, bits)
 
-    def _scale(self, scale: Any) -> Any:
+    def _scale(self, scale: jax.Array) -> jax.Array:
         return self._spread(widened(scale))
 
-    def _spread(self, scale: Any) -> Any:
+    def _spread(self, scale: jax.Array) -> jax.Array:
         """Scales of every element, in the shape of the leaf: only then is it written in place."""
         shape, size = self.leaf.param.shape, self.spec.groups.size
         rows = (*scale.shape[:-1], size, scale.shape[-1])
         return jnp.broadcast_to(scale[..., None, :], rows).reshape(shape)
 
-    def _folded(self, value: Any) -> Any:
+    def _folded(self, value: jax.Array) -> jax.Array:
         """Rows of a group in parts of eight."""
         *lead, rows, columns = value.shape
         size = self.spec.groups.size
         return value.reshape(*lead, rows // size, size // _FOLD, _FOLD, columns)
 
 
-def _over_parts(*parts: Any) -> list[Any]:
+def _over_parts(*parts: jax.Array) -> list[jax.Array]:
     slices = ([x[..., row, :] for row in range(x.shape[-2])] for x in parts)
     return [functools.reduce(jnp.maximum, rows) for rows in slices]
 
 
-def _stored(words: Any, zero: Any, old: Any, keep: Any) -> Any:
-    new = bitcast_convert_type(_opaque(words, zero), old.dtype)
+def _stored(bits: jax.Array, zero: jax.Array, old: jax.Array, keep: jax.Array) -> jax.Array:
+    new = bitcast_convert_type(_opaque(bits, zero), old.dtype)
     return jnp.where(keep, new, old)
 
 
-def _opaque(value: Any, zero: Any) -> Any:
+def _opaque(value: jax.Array, zero: jax.Array) -> jax.Array:
     """The same value, which the compiler takes for another one."""
-    words = _words(value)
-    return bitcast_convert_type(words ^ zero.astype(words.dtype), value.dtype)
+    bits = words(value)
+    return bitcast_convert_type(bits ^ zero.astype(bits.dtype), value.dtype)
 
 
-def _after(value: Any, always: Any) -> Any:
+def _after(value: jax.Array, always: jax.Array) -> jax.Array:
     """Zero, known when `value` is."""
     return _barrier(_zero_after, jax.ShapeDtypeStruct((), jnp.uint32), always)(value)
 
 
-def _zero_after(value: Any) -> Any:
-    word = _words(value[(0,) * value.ndim])
+def _zero_after(value: jax.Array) -> jax.Array:
+    word = words(value[(0,) * value.ndim])
     return ((word | 1) == 0).astype(jnp.uint32)
 
 
-def _barrier(compute: Callable[..., Any], made: Any, always: Any) -> Callable[..., Any]:
+def _barrier(
+    compute: Callable[..., PyTree], made: PyTree, always: jax.Array
+) -> Callable[..., PyTree]:
     """A function that is compiled by itself: in a branch that is always taken."""
 
-    def call(*operands: Any) -> Any:
-        def nothing(*_: Any) -> Any:
+    def call(*operands: jax.Array) -> PyTree:
+        def nothing(*_: object) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
 
         return jax.lax.cond(always, compute, nothing, *operands)
@@ -228,15 +247,8 @@ def _barrier(compute: Callable[..., Any], made: Any, always: Any) -> Callable[..
     return call
 
 
-def _word_dtype(value: Any) -> Any:
-    return {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[value.dtype.itemsize]
-
-
-def _words(value: Any) -> Any:
-    return bitcast_convert_type(value, _word_dtype(value))
-
-
-def _floats(words: Any) -> Any:
-    if words.dtype == jnp.uint16:
-        words = words.astype(jnp.uint32) << 16
-    return bitcast_convert_type(words, jnp.float32)
+def _floats(bits: jax.Array) -> jax.Array:
+    if bits.dtype == jnp.uint16:
+        # The words of bfloat16 are the upper half of those of float32.
+        bits = bits.astype(jnp.uint32) << 16
+    return bitcast_convert_type(bits, jnp.float32)

@@ -16,7 +16,7 @@ Mosaic GPU can be lowered for Ampere too, but only in a process that has such a 
 assumes Hopper, and LLVM then ends the process. JAX 0.10 lacks the square root in Mosaic GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,15 @@ from halfstep.kernels.flash_update._block import (
     reshaped,
     view_of,
 )
-from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, leaf_of, updated
+from halfstep.kernels.flash_update._rule import (
+    HasType,
+    Leaf,
+    Moments,
+    Scalars,
+    Spec,
+    leaf_of,
+    updated,
+)
 from halfstep.quant._codes import scale_of
 from halfstep.quant._split import joined, parted, widened
 
@@ -59,7 +67,7 @@ def refusal_of_gpu(capability: Capability | None) -> str | None:
     return None
 
 
-def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
+def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
     """Return why there is no kernel for a leaf, or `None` if there is one."""
     reason = common_refusal(leaf, grad, spec)
     if reason is not None:
@@ -75,7 +83,9 @@ def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
     return None
 
 
-def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
+def update(
+    leaf: Leaf, grad: jax.Array, by: jax.Array, spec: Spec, *, interpret: bool = False
+) -> Leaf:
     """Return a leaf after one step.
 
     Args:
@@ -99,11 +109,13 @@ Block = Callable[..., None]
 """Updates one block: of its place in the grid, all inputs and all outputs."""
 
 
-def _compiled(block: Block, grid: tuple[int, ...], by: Any, grad: Any, arrays: list[Any]) -> Any:
+def _compiled(
+    block: Block, grid: tuple[int, ...], by: jax.Array, grad: jax.Array, arrays: list[jax.Array]
+) -> Sequence[jax.Array]:
     # Imported here: Pallas takes a second to import, and most programs do not need it.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
+    def kernel(by_ref: jax.Ref, grad_ref: jax.Ref, *refs: jax.Ref) -> None:
         place = tuple(map(jax.lax.axis_index, _AXES))
         block(place, by_ref, grad_ref, refs, refs)
 
@@ -113,10 +125,12 @@ def _compiled(block: Block, grid: tuple[int, ...], by: Any, grad: Any, arrays: l
     return [jax.freeze(ref) for ref in refs]
 
 
-def _interpreted(block: Block, grid: tuple[int, ...], by: Any, grad: Any, arrays: list[Any]) -> Any:
+def _interpreted(
+    block: Block, grid: tuple[int, ...], by: jax.Array, grad: jax.Array, arrays: list[jax.Array]
+) -> Sequence[jax.Array]:
     from jax.experimental import pallas as pl
 
-    def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
+    def kernel(by_ref: jax.Ref, grad_ref: jax.Ref, *refs: jax.Ref) -> None:
         place = tuple(map(pl.program_id, range(len(grid))))
         block(place, by_ref, grad_ref, refs[: len(arrays)], refs[len(arrays) :])
 
@@ -135,7 +149,13 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
 
     size = view.groups.size
 
-    def block(place: Any, by_ref: Any, grad_ref: Any, old_refs: Any, new_refs: Any) -> None:
+    def block(
+        place: tuple[jax.Array, ...],
+        by_ref: jax.Ref,
+        grad_ref: jax.Ref,
+        old_refs: Sequence[jax.Ref],
+        new_refs: Sequence[jax.Ref],
+    ) -> None:
         lead, group, column = place
         columns = pl.ds(column * width, width)
         by = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
@@ -144,10 +164,10 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
             None if ref is None else widened(ref[lead, group, columns]) for ref in _scales(old)
         ]
 
-        def row(number: Any) -> tuple[Any, ...]:
+        def row(number: jax.Array) -> tuple[Any, ...]:
             return lead, group * size + number, columns
 
-        def stepped(number: Any, *, moments_only: bool) -> Moments:
+        def stepped(number: jax.Array, *, moments_only: bool) -> Moments:
             here, value, first, second = row(number), None, None, None
             if old.first is not None:
                 first = spec.first.decode(old.first[here], scales[0])
@@ -161,12 +181,12 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
                 value = joined(old.param[here], None if old.low is None else old.low[here])
             return updated(Moments(value, first, second), widened(grad_ref[here]), by, spec)
 
-        def largest(number: Any, found: Any) -> Any:
+        def largest(number: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
             made = stepped(number, moments_only=True)
             values = [x for x in (made.first, made.root) if x is not None]
             return [jnp.maximum(m, jnp.abs(x)) for m, x in zip(found, values, strict=True)]
 
-        def write(number: Any, made: Any) -> Any:
+        def write(number: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
             here = row(number)
             values = stepped(number, moments_only=False)
             # Only their dtypes count.

@@ -9,17 +9,21 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfstep.quant import Groups
 
-Flat = Callable[..., Sequence[Any]]
-"""Of scalars, a gradient and the arrays of a leaf, the parameter first, makes the new arrays."""
+Flat = Callable[..., Sequence[jax.Array]]
+"""An update of plain arrays: of the scalars, the gradient and the arrays of a leaf, the parameter
+first, it makes the new arrays of the leaf."""
 
 
-def alike(arrays: Sequence[Any]) -> list[Any]:
-    """Inside of `shard_map`: arrays that vary over the same axes of the mesh, as any sum would."""
-    axes = [_varying(jax.typeof(array)) for array in arrays]
+def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Mark arrays inside `shard_map` as varying over the same axes of the mesh.
+
+    JAX does this for the operands of its own operations, and not for those of a new primitive.
+    """
+    axes = [_varying(array) for array in arrays]
     every = frozenset[str]().union(*axes)
     return [
         jax.lax.pcast(array, tuple(sorted(every - own)), to="varying") if every - own else array
@@ -27,8 +31,9 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _varying(aval: Any) -> frozenset[str]:
-    return frozenset(aval.manual_axis_type.varying)
+def _varying(array: jax.Array) -> frozenset[str]:
+    kind: Any = jax.typeof(array)
+    return frozenset(kind.manual_axis_type.varying)
 
 
 def may_be_divided() -> bool:
@@ -36,12 +41,12 @@ def may_be_divided() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return True
-    # A mesh of no devices is compiled for elsewhere: JAX tells of no devices then.
+    # For a mesh without devices another process compiles: JAX knows no devices here.
     return mesh.abstract_device is not None and set(mesh.manual_axes) != set(mesh.axis_names)
 
 
-def explicit_sharding(array: Any) -> NamedSharding | None:
-    """How an array is divided, if its type says so."""
+def explicit_sharding(array: jax.Array) -> NamedSharding | None:
+    """Return how an array is divided, if its type says so."""
     sharding = jax.typeof(array).sharding
     if not sharding.mesh.explicit_axes or all(axis is None for axis in sharding.spec):
         return None
@@ -49,8 +54,8 @@ def explicit_sharding(array: Any) -> NamedSharding | None:
 
 
 def along_shards(
-    update: Flat, arrays: Sequence[Any], sharding: NamedSharding | None
-) -> Sequence[Any]:
+    update: Flat, arrays: Sequence[jax.Array], sharding: NamedSharding | None
+) -> Sequence[jax.Array]:
     """Compute an update on each device for itself.
 
     Args:
@@ -79,7 +84,7 @@ def along_shards(
 def partitioned(
     update: Flat, shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
 ) -> Flat:
-    """An update that is computed where its leaf lies.
+    """Return an update that is computed where its leaf lies.
 
     Args:
         update: The update.
@@ -88,15 +93,19 @@ def partitioned(
         is_scale: Which of its arrays are scales.
     """
 
-    def infer(mesh: Any, args: Any, results: Any) -> Any:
+    def infer(
+        mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: object
+    ) -> list[NamedSharding]:
         del results
         return [_aligned(mesh, args[2].sharding, shape, groups)] * len(is_scale)
 
-    def divide(mesh: Any, args: Any, results: Any) -> Any:
+    def divide(
+        mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: object
+    ) -> tuple[Mesh, Flat, list[NamedSharding], tuple[NamedSharding, ...]]:
         arrays = infer(mesh, args, results)
         return mesh, update, arrays, (args[0].sharding, arrays[0], *arrays)
 
-    def rule(*_: Any) -> Any:
+    def rule(*_: object) -> tuple[str, dict[str, int | tuple[str, ...]]]:
         return _rule(shape, groups, is_scale)
 
     made = custom_partitioning(update)
@@ -104,8 +113,10 @@ def partitioned(
     return made
 
 
-def _aligned(mesh: Any, sharding: Any, shape: tuple[int, ...], groups: Groups) -> Any:
-    """How the arrays of a leaf lie if its parameter lies so: alike, and groups on one device."""
+def _aligned(
+    mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], groups: Groups
+) -> NamedSharding:
+    """Return how the arrays of a leaf lie if its parameter lies so: alike, groups on one device."""
     local = sharding.shard_shape(shape)[groups.axis]
     if local == shape[groups.axis] or local % groups.size == 0:
         return sharding
@@ -114,12 +125,18 @@ def _aligned(mesh: Any, sharding: Any, shape: tuple[int, ...], groups: Groups) -
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def _rule(shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]) -> Any:
-    """For Shardy: arrays of a leaf are divided alike, except for what is within a group."""
+def _rule(
+    shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
+) -> tuple[str, dict[str, int | tuple[str, ...]]]:
+    """Return the rule for Shardy: the arrays of a leaf are divided alike, but never in a group.
+
+    A full axis of groups is written as a product of two factors, `(axis within)`, of which scales
+    have the first. The factor `within` is replicated: a group stays on one device.
+    """
     names = [f"axis{i}" for i in range(len(shape))]
     leaf, scale = list(names), list(names)
     fixed = ("scalars",)
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     if shape[groups.axis] % groups.size:
         leaf[groups.axis], scale[groups.axis] = "ragged", "parts"
         fixed = ("scalars", "ragged", "parts")

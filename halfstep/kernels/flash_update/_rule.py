@@ -3,15 +3,31 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from halfstep.quant._codes import CODES, Code
 from halfstep.quant._groups import Groups
 
 Algorithm = Literal["adam", "lion", "sgd"]
+
+
+@runtime_checkable
+class HasType(Protocol):
+    """A value with a shape and a dtype: an array, a reference to one, or the type of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of its axes."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements."""
+        ...
 
 
 class Leaf(NamedTuple):
@@ -35,7 +51,7 @@ class Leaf(NamedTuple):
 
 
 def leaf_of(present: Sequence[int], arrays: Iterable[Any]) -> Leaf:
-    """A leaf of the fields that it has."""
+    """Make a leaf of the fields that it has."""
     fields = dict(zip(present, arrays, strict=True))
     return Leaf(*(fields.get(i) for i in range(len(Leaf._fields))))
 
@@ -95,8 +111,8 @@ class Moments(NamedTuple):
     """The square root of the second moment, after a step."""
 
 
-def updated(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
-    """The values after one step.
+def updated(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
+    """Return the values after one step.
 
     Args:
         old: The values before.
@@ -106,31 +122,32 @@ def updated(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
     """
     if spec.coupled:
         grad, by = grad + by.decay * old.value, by._replace(decay=0)
-    # An element whose gradient is not finite stays as it is, and its group is not told of it.
+    # An element whose gradient is not finite stays as it is. One such value in a group's maximum
+    # would make the scale NaN, and with it all 32 moments of the group for good.
     is_finite = jnp.abs(grad) <= float(jnp.finfo(jnp.float32).max)
     new = _RULES[spec.algorithm](old, jnp.where(is_finite, grad, 0), by, spec)
     value = jnp.where(is_finite, new.value, old.value)
     return Moments(value, new.first, new.second, new.root)
 
 
-def _adam(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
+def _adam(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     del spec
     first = by.b1 * old.first + (1 - by.b1) * grad
     second = by.b2 * old.second + (1 - by.b2) * _square(grad)
-    # Taken once: it is divided by here, and it is what is stored.
+    # Taken once: the step divides by it, and `root8` codes it.
     root = jnp.sqrt(second)
     step = (first * by.first_bias) / (root * by.second_bias + by.eps)
     return Moments(_stepped(old.value, step, by), first, second, root)
 
 
-def _lion(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
+def _lion(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     del spec
     step = _sign(by.b1 * old.first + (1 - by.b1) * grad)
     first = by.b2 * old.first + (1 - by.b2) * grad
     return Moments(_stepped(old.value, step, by), first, None)
 
 
-def _sgd(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
+def _sgd(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     if old.first is None:
         return Moments(_stepped(old.value, grad, by), None, None)
     first = by.b1 * old.first + grad
@@ -138,27 +155,28 @@ def _sgd(old: Moments, grad: Any, by: Scalars, spec: Spec) -> Moments:
     return Moments(_stepped(old.value, step, by), first, None)
 
 
-def _square(grad: Any) -> Any:
-    # Of a complex gradient, of its magnitude: the second moment is real.
+def _square(grad: jax.Array) -> jax.Array:
+    # The second moment of a complex gradient is that of its magnitude, and real.
     return grad.real**2 + grad.imag**2 if jnp.iscomplexobj(grad) else grad * grad
 
 
-def _sign(step: Any) -> Any:
-    # By comparing: of `jnp.sign`, JAX asks which TPU is there, and where one only compiles none is.
+def _sign(step: jax.Array) -> jax.Array:
+    # Not `jnp.sign`: it queries the TPU, which fails when only compiling.
     if jnp.iscomplexobj(step):
         return jnp.sign(step)
     return (step > 0).astype(step.dtype) - (step < 0).astype(step.dtype)
 
 
-def _stepped(value: Any, step: Any, by: Scalars) -> Any:
+def _stepped(value: jax.Array, step: jax.Array, by: Scalars) -> jax.Array:
     return value - by.rate * (step + by.decay * value)
 
 
-def noise(shape: tuple[int, ...], seed: Any, *, stream: int) -> Any:
-    """Random 32-bit words, one an element: a hash of where it is, and of the seed.
+def noise(shape: tuple[int, ...], seed: jax.Array, *, stream: int) -> jax.Array:
+    """Return random 32-bit words, one per element: a hash of its position and the seed.
 
-    Made where they are used, they cost no memory. `stream` tells those of one purpose from those
-    of another.
+    A hash and not `jax.random`: words that are made where they are used cost no memory, and every
+    kernel can compute them for its own part of an array. `stream` separates the words of one
+    purpose from those of another.
     """
     at = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
@@ -166,8 +184,9 @@ def noise(shape: tuple[int, ...], seed: Any, *, stream: int) -> Any:
     return hashed(at, seed, stream=stream)
 
 
-def hashed(at: Any, seed: Any, *, stream: int) -> Any:
-    """The words of `noise` at places: what a kernel that has a part of an array draws from."""
+def hashed(at: jax.Array, seed: jax.Array, *, stream: int) -> jax.Array:
+    """Return the words of `noise` at positions, for a kernel that has a part of an array."""
+    # The finalizer of Chris Wellons' "lowbias32", found by a search for low bias over all inputs.
     word = at * jnp.uint32(0x9E3779B9) + seed.astype(jnp.uint32) * jnp.uint32(2 * stream + 1)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         word = (word ^ (word >> shift)) * jnp.uint32(factor)

@@ -14,7 +14,6 @@
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from halfstep.kernels.flash_update._block import (
     reshaped,
     update_block,
 )
-from halfstep.kernels.flash_update._rule import Leaf, Scalars, Spec, leaf_of
+from halfstep.kernels.flash_update._rule import HasType, Leaf, Scalars, Spec, leaf_of
 
 # A block: rows of 8 full groups, since scales are loaded in eights; columns that keep copies long.
 _ROWS = 256
@@ -35,7 +34,7 @@ _COLS = 512
 _WIDTH = 128
 
 
-def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
+def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
     """Why there is no kernel for a leaf; `None` if there is one."""
     shape = list(leaf.param.shape)
     if len(shape) < 2 or spec.groups.axis != -2:
@@ -45,7 +44,9 @@ def refusal(leaf: Leaf, grad: Any, spec: Spec) -> str | None:
     return common_refusal(leaf, grad, spec)
 
 
-def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = False) -> Leaf:
+def update(
+    leaf: Leaf, grad: jax.Array, by: jax.Array, spec: Spec, *, interpret: bool = False
+) -> Leaf:
     """One step of a leaf.
 
     Args:
@@ -66,7 +67,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
     present = leaf.present
     width = _WIDTH if cols % _WIDTH == 0 else cols
 
-    def kernel(by_ref: Any, grad_ref: Any, *refs: Any) -> None:
+    def kernel(by_ref: jax.Ref, grad_ref: jax.Ref, *refs: jax.Ref) -> None:
         scalars = Scalars(*(by_ref[i] for i in range(len(Scalars._fields))))
         scalars = scalars._replace(seed=scalars.seed.astype(jnp.int32))
         lead, row, col = pl.program_id(0), pl.program_id(1) * rows, pl.program_id(2) * cols
@@ -75,7 +76,7 @@ def update(leaf: Leaf, grad: Any, by: Any, spec: Spec, *, interpret: bool = Fals
             index = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
             inside = row + index < view.shape[1]
 
-        def part(number: Any, _: None) -> None:
+        def part(number: jax.Array, _: None) -> None:
             first = pl.multiple_of(number * width, width)
             here = (slice(None), pl.ds(first, width))
             block = [
@@ -124,6 +125,6 @@ def _block(view: View) -> tuple[int, int]:
     return _ROWS, cols
 
 
-def _inside(value: Any, inside: Any) -> Any:
+def _inside(value: jax.Array, inside: jax.Array | None) -> jax.Array:
     """Zeros for what is beyond the last row, which no maximum of a group sees."""
     return value if inside is None else jnp.where(inside, value, jnp.zeros_like(value))

@@ -19,8 +19,6 @@ make the difference:
 """
 
 import math
-from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +27,10 @@ from jax.lax import bitcast_convert_type
 from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, hashed, updated
 from halfstep.quant._codes import scale_of
 from halfstep.quant._groups import Groups
-from halfstep.quant._split import joined, parted, widened
-
-_WORDS = MappingProxyType({1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64})
+from halfstep.quant._split import joined, parted, widened, word_dtype, words
 
 
-def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
+def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
     """Return a leaf after one step.
 
     Args:
@@ -48,31 +44,31 @@ def update(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Leaf:
     def new(number: int) -> Moments:
         return _stepped(leaf, _copy(grad, number), by, spec)
 
-    def stored(value: Any, old: Any) -> Any:
+    def stored(value: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(keep, value, old)
 
     moments = new(0)
-    first_scale = _scale(moments.first, leaf.first_scale, spec.groups, keep)
-    second_scale = _scale(moments.root, leaf.second_scale, spec.groups, keep)
-    words = chances = None
+    bits = chances = None
     if spec.stochastic:
         at = _position(leaf.param.shape, spec.groups)
-        words = hashed(at, by.seed, stream=0)
+        bits = hashed(at, by.seed, stream=0)
         chances = (hashed(at, by.seed, stream=1) >> 8).astype(jnp.float32) * 2.0**-24
-    param = stored(parted(new(1).value, leaf.param, leaf.low, words)[0], leaf.param)
-    low = first = second = None
+    param = stored(parted(new(1).value, leaf.param, leaf.low, bits)[0], leaf.param)
+    low = first = first_scale = second = second_scale = None
     if leaf.low is not None:
-        low = stored(parted(new(2).value, leaf.param, leaf.low, words)[1], leaf.low)
+        low = stored(parted(new(2).value, leaf.param, leaf.low, bits)[1], leaf.low)
     if leaf.first is not None:
+        first_scale = _scale(moments.first, leaf.first_scale, spec.groups, keep)
         wide = _spread(first_scale, grad, spec.groups)
         first = stored(spec.first.encode(new(3).first, wide), leaf.first)
     if leaf.second is not None:
+        second_scale = _scale(moments.root, leaf.second_scale, spec.groups, keep)
         wide = _spread(second_scale, grad, spec.groups)
         second = stored(spec.second.encode(new(4).root, wide, noise=chances), leaf.second)
     return Leaf(param, low, first, first_scale, second, second_scale)
 
 
-def _stepped(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Moments:
+def _stepped(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     """Decode a leaf and compute its values after the step. XLA drops those that are not used."""
     first = second = None
     if leaf.first is not None:
@@ -83,10 +79,8 @@ def _stepped(leaf: Leaf, grad: Any, by: Scalars, spec: Spec) -> Moments:
     return updated(Moments(joined(leaf.param, leaf.low), first, second), widened(grad), by, spec)
 
 
-def _scale(value: Any, old: Any, groups: Groups, keep: Any) -> Any:
+def _scale(value: jax.Array, old: jax.Array, groups: Groups, keep: jax.Array) -> jax.Array:
     """Return the scales of values, in the shape of the old ones."""
-    if value is None:
-        return None
     axis = value.ndim + groups.axis
     window = [groups.size if i == axis else 1 for i in range(value.ndim)]
     missing = groups.count(value.shape) * groups.size - value.shape[axis]
@@ -97,7 +91,7 @@ def _scale(value: Any, old: Any, groups: Groups, keep: Any) -> Any:
     return jnp.where(keep, scale_of(largest, old.dtype), old)
 
 
-def _spread(scale: Any, grad: Any, groups: Groups) -> Any:
+def _spread(scale: jax.Array, grad: jax.Array, groups: Groups) -> jax.Array:
     """Return the scale of every element in float32.
 
     The mask keeps XLA from computing, before it spreads the scales, what depends on scales alone:
@@ -106,25 +100,20 @@ def _spread(scale: Any, grad: Any, groups: Groups) -> Any:
     axis = grad.ndim + groups.axis
     wide = groups.aligned(scale)
     wide = jnp.broadcast_to(wide, (*wide.shape[: axis + 1], groups.size, *wide.shape[axis + 2 :]))
-    mask = bitcast_convert_type(grad, _words(grad)).astype(_words(scale))
+    mask = words(grad).astype(word_dtype(scale.dtype))
     return widened(_masked(groups.whole(wide, grad.shape), mask))
 
 
-def _copy(value: Any, number: int) -> Any:
+def _copy(value: jax.Array, number: int) -> jax.Array:
     """Return the same value in a form that XLA takes for another one and LLVM does not."""
-    return _masked(value, jnp.asarray(number, _words(value)))
+    return _masked(value, jnp.asarray(number, word_dtype(value.dtype)))
 
 
-def _masked(value: Any, mask: Any) -> Any:
-    words = bitcast_convert_type(value, mask.dtype)
-    return bitcast_convert_type((words ^ mask) ^ mask, value.dtype)
+def _masked(value: jax.Array, mask: jax.Array) -> jax.Array:
+    return bitcast_convert_type((words(value) ^ mask) ^ mask, value.dtype)
 
 
-def _words(value: Any) -> Any:
-    return _WORDS[value.dtype.itemsize]
-
-
-def _position(shape: tuple[int, ...], groups: Groups) -> Any:
+def _position(shape: tuple[int, ...], groups: Groups) -> jax.Array:
     """Return the position of every element, counted as the kernels do: with full groups."""
     full = list(shape)
     full[groups.axis] = groups.count(shape) * groups.size
