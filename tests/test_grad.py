@@ -340,7 +340,7 @@ class TestErrors:
             halfstep.filter_grad(lambda both: 0.0)((jnp.ones(2), state))
 
     def test_no_argument(self):
-        with pytest.raises(TypeError, match="pass the model by position"):
+        with pytest.raises(TypeError, match="Pass the model by position"):
             halfstep.filter_grad(lambda w: jnp.sum(w))(w=jnp.ones(2))
 
     def test_carry_needs_aux_and_microbatches(self):

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from halfstep._autocast import OFF, Settings, Slot, named_sites, rewritten, settings_of, trace
-from halfstep._base import at_least_float32, listed
+from halfstep._base import at_least_float32, listed, type_of
 from halfstep._policy import Policy, Recipe, as_policy, state_of
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
 from halfstep._training.verdict import as_predicate
@@ -160,10 +160,12 @@ class F8Scaling(AbstractLossScaling):
         )
         if not (recipe.history and calibrate and sites):
             return scaling
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.arrays):
+        shapes = [leaf for leaf in call.arrays if isinstance(leaf, jax.ShapeDtypeStruct)]
+        if shapes:
             raise TypeError(
                 "the first scales are made of what is seen in one step, which needs arrays; got "
-                "jax.ShapeDtypeStruct. Pass arrays, or calibrate=False to begin with scales of 1."
+                f"jax.ShapeDtypeStruct for {type_of(shapes[0])}. Pass arrays, or calibrate=False "
+                "to begin with scales of 1."
             )
         return _calibrated(scaling, func, settings, listed(params), args, kwargs)
 

@@ -95,7 +95,8 @@ def _check_microbatches(count: int, carry: str | None, *, has_aux: bool) -> None
         raise ValueError(f"`microbatches` is a whole number, 1 or more; got {count}.")
     if carry is not None and not (has_aux and count > 1):
         raise ValueError(
-            "`carry` goes with has_aux=True and microbatches > 1: pass both, or leave it out."
+            "`carry` goes with has_aux=True and microbatches > 1; got "
+            f"carry={carry!r}, has_aux={has_aux}, microbatches={count}. Pass both, or leave it out."
         )
 
 
@@ -331,8 +332,8 @@ class Gradient:
         """Value, the next scaling, the verdict, and the gradients."""
         if not args:
             raise TypeError(
-                "the gradient is taken with respect to the first positional argument, and there "
-                "is none: pass the model by position."
+                "the gradient is taken with respect to the first positional argument; got "
+                f"{', '.join(kwargs) or 'nothing'} by name only. Pass the model by position."
             )
         _check_no_state(args[0])
         # NumPy arrays become JAX's here: Equinox does not know NumPy's bfloat16 as inexact.

@@ -125,8 +125,8 @@ class Release:
         prepare = getattr(self.tx, "prepare", None)
         if prepare is None:
             raise TypeError(
-                "only compressed optimizers such as flash_adamw have `prepare`; this one takes "
-                "parameters as they are: call `init`."
+                "only compressed optimizers such as flash_adamw have `prepare`; got "
+                f"{type(self.tx).__name__}, which takes parameters as they are: call `init`."
             )
         trained, frozen = eqx.partition(params, is_inexact)
         outer, outer_state = prepare(trained["outer"])
@@ -358,7 +358,10 @@ def release(
             f"optim.flash_adamw(1e-3); got {type(tx).__name__}."
         )
     if clip is not None and per_layer_clip is not None:
-        raise ValueError("pass `clip` or `per_layer_clip`, not both: they are two kinds of norm.")
+        raise ValueError(
+            "pass `clip` or `per_layer_clip`, not both: they are two kinds of norm; got "
+            f"clip={clip!r} and per_layer_clip={per_layer_clip!r}."
+        )
     check.check_limit(clip, "clip")
     check.check_limit(per_layer_clip, "per_layer_clip")
     return Release(layer, tx, first, last, clip, per_layer_clip)

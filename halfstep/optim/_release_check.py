@@ -37,8 +37,10 @@ def check_params(params: PyTree) -> int:
             "all arrays of 'layers' must have the same number of layers on their first axis, one "
             f"or more; got {found}. Parameters that are not stacked go in 'outer'."
         )
-    if not any(is_inexact(leaf) for leaf in jax.tree.leaves(params["layers"])):
-        raise ValueError("'layers' must hold floating-point arrays to train; got none.")
+    leaves = jax.tree.leaves(params["layers"])
+    if not any(is_inexact(leaf) for leaf in leaves):
+        found = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+        raise ValueError(f"'layers' must hold floating-point arrays to train; got only {found}.")
     return next(iter(lengths))
 
 
@@ -75,7 +77,9 @@ def check_input(x: PyTree) -> None:
                 "their last argument: put masks, positions and keys there."
             )
     if not jax.tree.leaves(x):
-        raise TypeError("`first` must return the arrays that enter the first layer; got none.")
+        raise TypeError(
+            f"`first` must return the arrays that enter the first layer; got {x!r}, without any."
+        )
 
 
 def check_layer(before: PyTree, after: PyTree) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32, PyTree
 from halfstep._base import is_inexact, path_string, type_of
 from halfstep.optim._layout import ArrayOrShape, StateOptions
 from halfstep.quant import Groups, Quantized
-from halfstep.quant._groups import groups_between
+from halfstep.quant._groups import SIZE, groups_between
 
 Moment = Quantized | ArrayOrShape | None
 """A moment of one leaf: in codes, in float32, or not stored at all."""
@@ -186,19 +186,13 @@ def _check_low(
 def _groups_of(
     path: str, leaf: ArrayOrShape, name: str, moment: Quantized | ArrayOrShape
 ) -> Groups | None:
-    if not isinstance(moment, Quantized):
-        if moment.shape != leaf.shape:
-            raise _misfit(path, leaf, name, moment)
-        return None
-    groups = groups_between(leaf.shape, moment.scale.shape)
-    if moment.codes.shape != leaf.shape or groups is None:
-        raise _misfit(path, leaf, name, moment.codes)
+    is_coded = isinstance(moment, Quantized)
+    groups = groups_between(leaf.shape, moment.scale.shape) if is_coded else None
+    array = moment.codes if is_coded else moment
+    if array.shape != leaf.shape or (is_coded and groups is None):
+        raise StateError(
+            f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for "
+            f"every {SIZE} elements of one axis if it is coded; got {type_of(array)}. The state "
+            "was made for other parameters."
+        )
     return groups
-
-
-def _misfit(path: str, leaf: ArrayOrShape, name: str, got: ArrayOrShape) -> StateError:
-    return StateError(
-        f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for every "
-        f"32 elements of one axis if it is coded; got {type_of(got)}. The state "
-        "was made for other parameters."
-    )

@@ -170,10 +170,12 @@ def chain(*transforms: optax.GradientTransformation) -> Transformation:
             "the last of a chain must be an optimizer of halfstep.optim, such as flash_adamw; got "
             f"{type(last).__name__}. For Optax's own, use optax.chain."
         )
-    if any(isinstance(one, Transformation) for one in front):
+    early = [place for place, one in enumerate(front, 1) if isinstance(one, Transformation)]
+    if early:
         raise TypeError(
-            "only the last of a chain may be an optimizer of halfstep.optim: what changes its "
-            "updates would part them from its state. Put it at the end."
+            "only the last of a chain may be an optimizer of halfstep.optim: its state holds bits "
+            "of the parameters, which a later change of its updates would contradict; got one as "
+            f"argument {early[0]} of {len(transforms)}. Put it at the end."
         )
     before = optax.with_extra_args_support(optax.chain(*front))
 

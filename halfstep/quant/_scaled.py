@@ -68,7 +68,10 @@ def saturated(
     if factor.rounding == "nearest":
         return inside.astype(factor.dtype)
     if key is None:
-        raise ValueError("stochastic rounding needs a key: pass key=jax.random.key(0).")
+        raise ValueError(
+            f"stochastic rounding needs a key; got key=None for elements of {factor.element}. Pass "
+            "key=jax.random.key(0)."
+        )
     return stochastic_round(inside.astype(jnp.float32), factor.dtype, key=key)
 
 
