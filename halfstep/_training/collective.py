@@ -18,7 +18,7 @@ Reduction = Literal["sum", "mean"]
 
 
 def varying_axes(x: jax.Array | np.ndarray) -> frozenset[str]:
-    """The mesh axes over which a value differs between shards, where `shard_map` tracks it.
+    """Return the mesh axes over which a value differs between shards, where `shard_map` tracks it.
 
     Without tracking (`check_vma=False`, or outside `shard_map`) the set is empty.
     """
@@ -28,6 +28,7 @@ def varying_axes(x: jax.Array | np.ndarray) -> frozenset[str]:
 
 def vary(x: Array, axis_names: Sequence[str]) -> Array:
     """Mark a value as differing over the axes, so that JAX does not sum its cotangent by itself."""
+    # `pcast` refuses axes over which a value varies already.
     missing = tuple(name for name in axis_names if name not in varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -46,6 +47,8 @@ def _axis_size(axis_names: Sequence[str]) -> int:
 def reduce_value(x: Array, axis_names: Sequence[str], reduction: Reduction) -> Array:
     """Sum or average a loss over the axes; one that is the same everywhere is left alone."""
     varying = varying_axes(x)
+    # An empty set means two things: the same on all shards, or that nothing is tracked. Only in
+    # the second case is a value summed that does not vary.
     tracked = bool(varying) or _is_tracked(axis_names)
     axes = tuple(name for name in axis_names if name in varying or not tracked)
     if not axes:
@@ -83,6 +86,7 @@ def reduce_gradients(
         axes = tuple(name for name in axis_names if name not in varying_axes(param))
         if not axes:
             return grad
+        # In float32 by default: sums of 16-bit gradients over many shards lose the small ones.
         wire = at_least_float32(grad.dtype) if dtype is None else dtype
         # Imaginary parts have no 16-bit format: complex gradients cross as they are.
         wire = grad.dtype if jnp.issubdtype(grad.dtype, jnp.complexfloating) else wire
@@ -97,5 +101,6 @@ def agree(flags: Array, axis_names: Sequence[str]) -> Array:
     """Boolean flags that hold only if they hold on every shard, by a single reduction."""
     if not axis_names:
         return flags
+    # A minimum of integers, since JAX has no collective `and`.
     everywhere = jax.lax.pmin(vary(flags.astype(jnp.int32), axis_names), tuple(axis_names))
     return everywhere.astype(bool)

@@ -200,7 +200,8 @@ class F8Scaling(AbstractLossScaling):
     def slots(self, probes: Mapping[str, Array]) -> dict[str, Any]:
         """What each product gets."""
         made: dict[str, Any] = {}
-        # JAX sorts the names of a dictionary wherever it rebuilds one.
+        # By sorted names: JAX sorts a dictionary wherever it rebuilds one, and a product must get
+        # the same random number before and after.
         for number, name in enumerate(sorted(self.sites)):
             site = self.sites[name]
             if name in self.off:
@@ -214,6 +215,7 @@ class F8Scaling(AbstractLossScaling):
             return None
         first, second = self.recipe.forward
         legs = (self.recipe.input_gradient, self.recipe.weight_gradient)
+        # One scale serves the gradient in both products of the backward pass: it must fit both.
         most = [leg[place].max for leg, place in zip(legs, (0, 1), strict=True) if leg is not None]
         limits = (first.max, second.max, min(most, default=1.0))
         seen = jnp.max(site.history, axis=-2)
@@ -250,12 +252,13 @@ class F8Scaling(AbstractLossScaling):
         return dataclasses.replace(self, sites=sites, step=self.step + 1)
 
     def _recorded(self, site: SiteState, seen: Array, good: Array) -> SiteState:
-        # By a power of two: nothing is rounded.
+        # Divided by the loss scale, so that magnitudes of steps with different scales compare. It
+        # is a power of two: nothing is rounded.
         amax = seen[..., 0] / _like(self._units(), seen[..., 0])
         history = site.history
         if self.recipe.history:
             pushed = jnp.concatenate([amax[..., None, :], history[..., :-1, :]], axis=-2)
-            # Nothing was seen where a branch was not taken.
+            # A magnitude of zero says that nothing was seen: a branch was not taken.
             valid = good & (amax > 0) & jnp.isfinite(amax)
             history = jnp.where(valid[..., None, :], pushed, history)
         most = jnp.asarray([self.recipe.saturated, self.recipe.flushed])
@@ -318,7 +321,7 @@ def _calibrated(
         amax = found[name][..., None, :, 0]
         finite = jnp.where(jnp.isfinite(amax), amax, 0)
         history = jnp.broadcast_to(finite, site.history.shape)
-        # One buffer for each, so that all of them can be donated.
+        # A buffer of its own: JAX refuses to donate one buffer twice.
         sites[name] = dataclasses.replace(site, history=jnp.array(history), seen=found[name])
     return dataclasses.replace(scaling, sites=sites)
 

@@ -46,6 +46,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
 
     def select(new: PyTree, old: PyTree) -> PyTree:
         if not is_array(new) or new is old:
+            # `new is old`: a leaf that no step changes is not copied.
             return new
         return jax.lax.select(jnp.asarray(predicate), jnp.asarray(new), jnp.asarray(old))
 
@@ -53,9 +54,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
 
 
 def _describe(leaf: PyTree) -> str:
-    if is_array(leaf):
-        return type_of(leaf)
-    return repr(leaf)
+    return type_of(leaf) if is_array(leaf) else repr(leaf)
 
 
 def _check_same(old: PyTree, new: PyTree, who: str, what: str) -> None:
@@ -89,12 +88,14 @@ def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "l
         raise ValueError(f"`gate` is 'loop', 'cond' or 'select'; got {gate!r}.")
     predicate = as_predicate(finite)
     if predicate is None:
+        # Never checked: a gate would only cost instructions.
         return commit(state)
     if not isinstance(predicate, Tracer):
         # Outside of a trace the answer is known, and a Python branch compiles nothing.
         return commit(state) if bool(predicate) else state
     if gate == "select":
         return select_tree(predicate, commit(state), state)
+    # Only arrays go through a loop or a conditional; functions and texts of a model stay outside.
     dynamic, static = eqx.partition(state, is_array)
     dynamic = jtu.tree_map(jnp.asarray, dynamic)
 
@@ -106,10 +107,10 @@ def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "l
     if gate == "cond":
         dynamic = jax.lax.cond(predicate, committed, lambda dynamic: dynamic, dynamic)
     else:
-        # A loop of zero or one turns. A loop's carry is updated in place, while XLA may hold
-        # temporaries for both branches of a conditional, which is also a fifth more instructions
-        # (docs/update-or-skip.md has the measurement). A select after the fact needs the old state
-        # until the new one is complete, and makes new values that it then throws away.
+        # A loop of zero or one iterations. Unlike the branches of a conditional, a loop's carry is
+        # updated in place; XLA may hold temporaries for both branches, which are also a fifth more
+        # instructions (docs/update-or-skip.md has the measurement). A select after the fact needs
+        # the old state until the new one is complete, and computes values that it throws away.
         # `carry[0] & False` and not `False`: inside `shard_map` the flag varies over the same
         # axes when it comes out as when it went in.
         _, dynamic = jax.lax.while_loop(

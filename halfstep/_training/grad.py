@@ -74,7 +74,8 @@ def _contraction_dtype(
     wire: np.dtype | None, compute: np.dtype, axes: Sequence[str]
 ) -> np.dtype | None:
     """The dtype of weights' gradients, given the one in which they are to be summed."""
-    # Over named axes they are cast before they are summed, to whichever dtype.
+    # Over named axes `reduce_gradients` casts before it sums, to whichever dtype: products need not
+    # write one that is neither the compute dtype nor float32.
     return None if axes and wire not in (compute, np.dtype(np.float32)) else wire
 
 
@@ -199,7 +200,7 @@ def filter_value_and_grad(
     recipe_state = scaling if isinstance(scaling, F8Scaling) else None
     _check_recipe(policy, recipe_state)
     settings = None
-    # Nothing is rewritten in float32, or where the user wants arguments to be cast.
+    # Nothing is rewritten if all is float32, or if the policy casts arguments instead.
     if policy.mode == "autocast" and policy.compute.itemsize < 4:
         settings = settings_of(
             policy, islands=islands, reduce_dtype=_contraction_dtype(wire, policy.compute, axes)
@@ -422,7 +423,8 @@ class Gradient:
     def judged(self, step: _Step, params: PyTree) -> tuple[Any, AbstractLossScaling, Verdict, Any]:
         """Unscale the gradients, say whether all is finite, and adjust the scaling."""
         scaling, loss = self.scaling, step.loss
-        # Judged by what they will be when unscaled, and read before: narrower, and once less.
+        # The verdict is about unscaled gradients, but reads them before: there they are narrower,
+        # and the largest magnitude of each leaf, once unscaled, says the same.
         grads = jtu.tree_map(_in_width, step.grads, params)
         sizes = scaling.unscale(magnitudes(grads)) if self.checks else None
         grads = scaling.unscale(jtu.tree_map(_widened, grads, params))
@@ -432,7 +434,7 @@ class Gradient:
         verdict = unchecked()
         if sizes is not None:
             verdict = judge(agree(finite_flags(sizes, loss), self.axes))
-        # What was seen, by the scale that was applied; then the next one.
+        # First record what was seen under the scale that was applied, then adjust the scale.
         state = self.recipe_state
         adjusted = scaling if state is None else state.observe(step.seen, verdict)
         if sizes is not None or scaling.checks_finite:
@@ -493,6 +495,7 @@ def _restore_aux(
     The function is traced once more, abstractly, at its own dtypes; only if something in `aux`
     came out in the compute dtype.
     """
+    # Tracing the function once more takes time: only where something came out narrow.
     narrow = policy.compute.itemsize < 4 and any(
         is_castable(leaf) and leaf.dtype == policy.compute for leaf in jtu.tree_leaves(aux)
     )

@@ -66,7 +66,7 @@ class Ledger(eqx.Module):
     bad_losses: Int[Array, "..."]
     last_leaf: Int[Array, "..."]
     limit: int | None = eqx.field(static=True)
-    # Of the program: it is compiled anew when one is added.
+    # Static, as the scaling's `off` is: a step is compiled anew when a product falls back.
     fallbacks: tuple[tuple[str, int], ...] = eqx.field(static=True)
 
     def __init__(self, *, limit: int | None = None, fallbacks: tuple[tuple[str, int], ...] = ()):
@@ -95,6 +95,7 @@ class Ledger(eqx.Module):
             finite: A boolean scalar or a `Verdict`; one that was not checked counts as applied.
         """
         predicate = as_predicate(finite)
+        # A step that nobody checked was applied: the gate has no other choice either.
         ok = True if predicate is None else predicate
         one = jnp.asarray(ok, jnp.int32)
         bad_loss, leaf = jnp.int32(0), jnp.int32(-1)
@@ -154,6 +155,7 @@ class Ledger(eqx.Module):
         ]
         index = int(np.asarray(self.last_leaf))
         if index >= 0:
+            # A verdict of the recorded leaf: it knows how to name leaves by their number.
             known = Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(index, jnp.int32))
             named = f"number {index}" if tree is None else f"`{known.where(tree)}`"
             lines.append(f"The first gradient leaf that was not finite is {named}.")

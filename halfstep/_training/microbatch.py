@@ -1,4 +1,4 @@
-"""Gradient accumulation: one step's batch in several turns of a scan."""
+"""Gradient accumulation: one step's batch in several iterations of a scan."""
 
 import functools
 import warnings
@@ -37,6 +37,7 @@ def _split(leaf: jax.Array | np.ndarray, path: str, n: int) -> jax.Array:
 
 
 def _is_old_key(leaf: PyTree) -> bool:
+    # By its looks only: nothing else tells a key of `jax.random.PRNGKey` from two numbers.
     return is_array(leaf) and not is_key(leaf) and leaf.shape == (2,) and leaf.dtype == jnp.uint32
 
 
@@ -118,10 +119,13 @@ def accumulate(
         raise ValueError(f"carry={carry!r} is also split by `batch`; leave it out of one of them.")
 
     def zeros(param: jax.Array) -> jax.Array:
+        # `zeros_like` keeps the sharding of a parameter; a carry must also vary over the same axes
+        # of a mesh before the first iteration as after it.
         wide = jnp.zeros_like(param, dtype=at_least_float32(param.dtype))
         return vary(wide, tuple(varying_axes(param)))
 
-    # Filled while the turn is traced: where the carried value is, and what of `aux` is no array.
+    # Filled while the scan traces its body: where the carried value is, and the part of `aux` that
+    # is not made of arrays and cannot leave the scan.
     traced: dict[str, Any] = {}
 
     def turn(sums: tuple[PyTree, list[jax.Array]], xs: Mapping[int, jax.Array]) -> Any:
@@ -136,6 +140,7 @@ def accumulate(
             traced["get"] = _finder(aux, jtu.tree_structure(value), carry)
             traced["value"] = traced["get"](aux)
             state = [leaf for leaf in jtu.tree_leaves(traced["value"]) if is_array(leaf)]
+        # Summed in the carry and not stacked: one set of float32 gradients, whatever their number.
         total = jtu.tree_map(lambda a, g: a + g.astype(a.dtype), total, grads)
         arrays, traced["static"] = eqx.partition(aux, is_array)
         return (total, state), (loss, arrays, seen)
@@ -148,4 +153,5 @@ def accumulate(
         last = jtu.tree_map(lambda x: next(values) if is_array(x) else x, traced["value"])
         aux = eqx.tree_at(traced["get"], aux, last)
     seen = jtu.tree_map(lambda sizes: jnp.max(sizes, axis=0), seen)
+    # In the order of the microbatches, as the gradients are: `jnp.sum` would choose its own.
     return functools.reduce(jnp.add, losses), aux, grads, seen

@@ -34,7 +34,10 @@ def power_of_two(value: SupportsFloat, name: str) -> float:
 
 
 def _multiply(tree: T, factor: Array) -> T:
-    """Multiply the inexact leaves in at least float32, the format in which a scale is exact."""
+    """Multiply the inexact leaves in at least float32.
+
+    A 16-bit product could leave the range of its format, up or down, before anything looks at it.
+    """
 
     def multiply(leaf: PyTree) -> PyTree:
         if not is_inexact(leaf):
@@ -170,6 +173,7 @@ class DynamicLossScaling(AbstractLossScaling):
                 "DynamicLossScaling needs to know whether the gradients are finite, but the "
                 "verdict was not checked: pass check_finite=True to the gradient transform."
             )
+        # Selects and no branches: two scalars are not worth a conditional in the program.
         good = jnp.where(finite, self.counter + 1, 0)
         grow = good == self.period
         grown = jnp.minimum(self.loss_scaling * self.factor, self.max_loss_scaling)

@@ -111,7 +111,7 @@ def optimizer_update(
             "optimizer_state, grads, finite)."
         )
     if isinstance(optimizer, StepsInPlace):
-        # It skips by itself: a gate around it would have to hold both states at once.
+        # It skips by itself, in place: a gate around it would have to hold both states at once.
         finite = {} if as_predicate(grads_finite) is None else {"finite": grads_finite}
         return apply_gradients(model, optimizer, optimizer_state, grads, **finite, **extra_args)
 

@@ -20,7 +20,8 @@ BoolLike: TypeAlias = Bool[Array, "..."]
 IntLike: TypeAlias = Int[Array, "..."]
 
 
-# In its own width where there are integers of it, so that 16-bit gradients are read as they are.
+# A leaf is read in its own width where there are unsigned integers of that width: converting 16-bit
+# gradients first would double what is read and written.
 _UNSIGNED = MappingProxyType({2: jnp.uint16, 4: jnp.uint32})
 
 
@@ -33,6 +34,7 @@ def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
     """
     leaf = jnp.asarray(leaf)
     if leaf.dtype.itemsize > 4 or leaf.size == 0:
+        # No 32-bit word holds a float64 or complex number, and an empty leaf has no maximum.
         finite = jnp.all(jnp.isfinite(leaf))
         leaf = jnp.where(finite, np.float32(0), np.float32(np.inf))
     elif leaf.dtype.itemsize not in _UNSIGNED:
@@ -51,7 +53,8 @@ def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
     tops = [_top(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
     if not tops:
         return jnp.zeros(0, jnp.float32)
-    # Back to floats as one vector a dtype, and then into the order of the leaves.
+    # Back to floats as one vector per dtype, and then into the order of the leaves: one conversion
+    # per leaf would be hundreds of small operations in a large model.
     order, values = [], []
     for dtype in {dtype: None for _, dtype in tops}:
         indices = [index for index, (_, other) in enumerate(tops) if other == dtype]
@@ -173,7 +176,7 @@ class Verdict(eqx.Module):
             index = int(np.asarray(self.first_leaf))
         if index < 0:
             return None
-        # State within a model, as NNX has it, has no gradient.
+        # State within a model, as NNX has it, has no gradient and was not counted.
         trained = jtu.tree_map(
             lambda node: None if is_state_node(node) else node, tree, is_leaf=is_state_node
         )
@@ -258,5 +261,6 @@ def judge(flags: Bool[Array, " leaves_and_loss"]) -> Verdict:
     grads, loss = flags[:-1], flags[-1]
     if not grads.size:
         return Verdict(loss, loss, jnp.full_like(loss, -1, jnp.int32))
+    # The first `False`: `argmin` returns the first of equal values.
     first = jnp.where(jnp.all(grads), -1, jnp.argmin(grads).astype(jnp.int32))
     return Verdict(jnp.all(flags), loss, first)

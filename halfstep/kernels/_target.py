@@ -67,7 +67,7 @@ def capability_of(ctx: mlir.LoweringRuleContext) -> Capability | None:
         told.asked = True
         return told.capability
     if ctx.module_context.lowering_parameters.for_export:
-        # JAX has devices here: those of this machine, which the program is not for.
+        # The lowering has devices, but those of this machine, which the program is not for.
         return None
     context = ctx.module_context.axis_context
     devices = getattr(context, "device_assignment", None)

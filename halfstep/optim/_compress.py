@@ -132,6 +132,8 @@ def compress(
         )
 
     def known(params: PyTree) -> tuple[Codes, dict[str, tuple[int, ...]]]:
+        # Abstractly: codes of 4 bits do not say how long the last group was, and decoded values
+        # need their shapes.
         like = jax.eval_shape(tx.init, params)
         flat = jax.tree_util.tree_flatten_with_path(like)[0]
         shapes = {path_string(path): leaf.shape for path, leaf in flat if hasattr(leaf, "shape")}
@@ -153,6 +155,8 @@ def compress(
             key = None
             if options.stochastic:
                 key = jax.random.fold_in(jax.random.key(options.seed), state.count)
+            # Written as the old state is, and not as a new one would be: loops and donated buffers
+            # need the same shapes, and a restored state may be grouped along another axis.
             inner = encoded_like(inner, state.inner, found, key=key)
             return optax.apply_updates(params, updates), CompressedState(state.count + 1, inner)
 
@@ -166,7 +170,7 @@ Codes = dict[str, str]
 
 
 def codes_in(state: PyTree, rules: Mapping[str, str | None], min_size: int) -> Codes:
-    """In which code each array of a state is to be stored; those that stay are left out."""
+    """Return the code of each array of a state; arrays that stay as they are, are left out."""
     found: Codes = {}
     _walk(state, (), None, found)
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -195,7 +199,9 @@ def _fits(leaf: PyTree, min_size: int) -> bool:
 
 
 def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: Codes) -> None:
-    """Find what is known of a state: by the names of its parts, whatever they are nested in."""
+    """Find the known parts of a state by their names, however deep they are nested."""
+    # States of Optax are named tuples. They are told by the names of their classes and not by the
+    # classes: which of them exist, and where, depends on the version of Optax.
     fields = getattr(node, "_fields", None)
     if fields is not None:
         for field in fields:
@@ -213,7 +219,7 @@ def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: Codes
 
 
 def encoded(state: PyTree, codes: Codes, *, scale_dtype: np.dtype) -> PyTree:
-    """A new state with its arrays in codes."""
+    """Return a new state with its arrays in codes."""
 
     def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:
         code = codes.get(path_string(path))
@@ -226,7 +232,7 @@ def encoded(state: PyTree, codes: Codes, *, scale_dtype: np.dtype) -> PyTree:
 
 
 def encoded_like(state: PyTree, old: PyTree, codes: Codes, *, key: Key[Array, ""] | None) -> PyTree:
-    """A state with its arrays in codes, written as an older one is."""
+    """Return a state with its arrays in codes, written as an older one is."""
     flat = jax.tree_util.tree_flatten_with_path(old, is_leaf=_is_coded)[0]
     before = {path_string(path): leaf for path, leaf in flat}
 
@@ -235,6 +241,7 @@ def encoded_like(state: PyTree, old: PyTree, codes: Codes, *, key: Key[Array, ""
         was = before.get(name)
         if not isinstance(was, Quantized):
             return leaf
+        # By a checksum of the path: Python's own hash of a text differs from process to process.
         drawn = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
         groups = groups_between(leaf.shape, was.scale.shape)
         dtype = was.scale.dtype
@@ -244,7 +251,7 @@ def encoded_like(state: PyTree, old: PyTree, codes: Codes, *, key: Key[Array, ""
 
 
 def decoded(state: PyTree, codes: Codes, shapes: Mapping[str, tuple[int, ...]]) -> PyTree:
-    """A state with its arrays in float32 again.
+    """Return a state with its arrays in float32 again.
 
     Raises:
         StateError: If an array is not in the code that it should be in.

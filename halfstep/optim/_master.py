@@ -118,6 +118,7 @@ def master(
         def commit(before: tuple[PyTree, MasterState]) -> tuple[PyTree, MasterState]:
             params, state = before
             values = wide(params, state.rest)
+            # Gradients of 16-bit parameters are 16-bit, but the optimizer is to compute in float32.
             given = jax.tree.map(_like, grads, values)
             updates, inner = tx.update(given, state.inner, values, **extra_args)
             values = optax.apply_updates(values, updates)
@@ -160,7 +161,8 @@ def _prepared(
     if getattr(leaf, "dtype", None) != jnp.float32 or np.size(leaf) < min_size:
         return leaf, _rest_of(leaf, kind)
     if kind == "float32":
-        # A copy: both are donated later, and may not be one buffer.
+        # A copy: otherwise the state would share a buffer with the caller's array, and donating the
+        # one would delete the other.
         return leaf.astype(half), jnp.array(leaf, copy=True)
     if kind == "stochastic":
         return leaf.astype(half), None

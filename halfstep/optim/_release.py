@@ -170,7 +170,8 @@ class Release:
         trained, frozen = eqx.partition(params, is_inexact)
         trained = jax.tree.map(jnp.asarray, trained)
 
-        # Computed again for its gradient, as layers are, so that nothing of it is kept.
+        # Recomputed in the backward pass, as layers are, so that no residuals of it are kept while
+        # the layers run.
         @jax.checkpoint
         def first(outer: PyTree) -> PyTree:
             return self.first(eqx.combine(outer, frozen["outer"]), batch)
@@ -204,6 +205,10 @@ class Release:
             lambda ct: first_pull(ct)[0],
         )
 
+    # One backward pass steps each layer as soon as its gradient is there. Two are needed where a
+    # step depends on all gradients: on a norm over all of them, or on a verdict. The first pass
+    # then only reduces gradients to numbers; the second computes them again and steps.
+
     def _in_one(
         self, done: _Pass, state: ReleaseState, by: AbstractLossScaling
     ) -> tuple[PyTree, ReleaseState]:
@@ -216,6 +221,8 @@ class Release:
         self, done: _Pass, state: ReleaseState, by: AbstractLossScaling, length: int
     ) -> tuple[PyTree, ReleaseState, Verdict]:
         grads, norm, verdict = self._judge(done, by, length)
+        # Squares of finite gradients may overflow: then the norm says nothing, and clipping by it
+        # would make every gradient zero.
         finite = verdict.finite if norm is None else verdict & jnp.isfinite(norm)
         factors = None if norm is None else _factor(norm, self.clip)
         _, _, (layers, layers_state) = self._apply(
@@ -379,9 +386,9 @@ def _scaling(scaling: object) -> AbstractLossScaling:
 
 
 def _used(call: Callable[..., Any], layers: PyTree, x: PyTree, outer: PyTree) -> list[bool]:
-    """Which parameters outside a layer uses; and a check of what it returns.
+    """Return which parameters outside the stack a layer uses, and check what the layer returns.
 
-    Those that it does not use have no gradient there: no array of zeros is added to in each turn.
+    Parameters that no layer uses get no gradient from the layers: see `backward`.
     """
     leaves, treedef = jax.tree.flatten(outer)
 
@@ -398,7 +405,10 @@ def _used(call: Callable[..., Any], layers: PyTree, x: PyTree, outer: PyTree) ->
 
 
 def _outer_grads(done: _Pass, sums: Sequence[Any], ct: PyTree) -> PyTree:
-    """The gradients outside: of `last`, of the layers and of `first`, in the order of the way."""
+    """Sum the gradients outside the stack: of `last`, of the layers and of `first`.
+
+    In the order of the backward pass, so that sums are rounded as `jax.grad` rounds them.
+    """
     leaves, treedef = jax.tree.flatten(done.from_last)
     rest = iter(sums)
     pairs = zip(leaves, done.used, strict=True)
@@ -413,13 +423,14 @@ def _stepped(
     grads: PyTree,
     finite: jax.Array | None,
 ) -> tuple[PyTree, PyTree]:
-    """One step of some parameters by themselves."""
+    """Step some parameters by themselves."""
     if isinstance(tx, StepsInPlace):
         new = tx.step(params, state, grads, finite=finite)
     else:
         new = apply_gradients(params, tx, state, grads)
     check.check_step((params, state), new)
     if finite is None or isinstance(tx, StepsInPlace):
+        # An optimizer that steps in place has skipped by itself.
         return new
     return select_tree(finite, new, (params, state))
 
@@ -436,7 +447,7 @@ def _squares(grads: PyTree) -> Float32[Array, ""]:
 def _factor(norm: Float32[Array, ""], limit: ArrayLike) -> Float32[Array, ""]:
     """What makes a norm at most `limit`: 1 if it is."""
     limit = jnp.asarray(limit, jnp.float32)
-    # Divided by what is not smaller: neither zero nor rounded above one.
+    # Divided by the larger of both: the divisor is never zero and the factor never above one.
     return limit / jnp.maximum(norm, limit)
 
 

@@ -14,14 +14,14 @@ Call = Callable[[Any, Any, Any], Any]
 
 
 def take(tree: PyTree, number: jax.Array) -> PyTree:
-    """One layer of stacked arrays."""
+    """Return one layer of stacked arrays."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), tree
     )
 
 
 def put(tree: PyTree, layer: PyTree, number: jax.Array) -> PyTree:
-    """Stacked arrays with one layer replaced; in a loop that happens in place."""
+    """Return stacked arrays with one layer replaced; inside a loop this happens in place."""
 
     def of(leaf: jax.Array, new: jax.Array) -> jax.Array:
         if leaf.dtype != jnp.bfloat16:
@@ -36,16 +36,17 @@ def _put(leaf: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _put_bits(leaf: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
-    """The same by the bits: XLA:CPU would convert all of a bfloat16 array, in every turn.
+    """Put a layer by its bits, for CPUs.
 
-    Not on other backends: XLA:TPU copies all of it if its bits are asked for.
+    XLA:CPU has no bfloat16 update in place: it would convert the whole stack in every iteration. On
+    other backends this is not done, since XLA:TPU copies the whole stack if its bits are asked for.
     """
     old, word = (bitcast_convert_type(array, jnp.uint16) for array in (leaf, new))
     return bitcast_convert_type(_put(old, word, number), jnp.bfloat16)
 
 
 def forward(call: Call, layers: PyTree, x: PyTree, outer: PyTree) -> tuple[PyTree, PyTree]:
-    """What leaves the last layer, and what enters each: all that is kept for the way back."""
+    """Return what leaves the last layer and what enters each: all that the backward pass keeps."""
     return jax.lax.scan(lambda x, layer: (call(layer, x, outer), x), x, layers)
 
 
@@ -69,7 +70,8 @@ def backward(
         outer: Trained parameters outside of the stack.
         used: Which of them to differentiate by.
         ct: The cotangent of what leaves the last layer.
-        visit: Of the stack, a layer's number and its gradients makes the stack of the next turn.
+        visit: Of the stack, a layer's number and its gradients makes the stack of the next
+            iteration.
         stack: What is carried and changed.
         layer_of: Of the stack and a number the layer's trained parameters.
 
@@ -79,6 +81,8 @@ def backward(
     """
     length = jax.tree.leaves(inputs)[0].shape[0]
     leaves, treedef = jax.tree.flatten(outer)
+    # Only the arrays that a layer reads are summed over layers. The others would be zeros, perhaps
+    # as large as an embedding, and every iteration would add to them.
     chosen = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
 
     def whole(chosen: Sequence[jax.Array]) -> PyTree:
@@ -88,6 +92,7 @@ def backward(
 
     def turn(done: jax.Array, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
         ct, sums, stack = carry
+        # Each layer is computed again from what entered it: only one layer's residuals exist.
         number = length - 1 - done
         others = take(frozen, number)
 
@@ -98,4 +103,6 @@ def backward(
         grads, ct, more = pull(ct)
         return ct, [a + b for a, b in zip(sums, more, strict=True)], visit(stack, number, grads)
 
+    # A loop and not a scan: parameters and state are carried and updated in place. As inputs and
+    # outputs of a scan, XLA would hold both of each.
     return jax.lax.fori_loop(0, length, turn, (ct, [jnp.zeros_like(c) for c in chosen], stack))

@@ -51,7 +51,7 @@ def transformation(
     step: Callable[..., tuple[Any, Any]],
     prepare: Callable[[Any], tuple[Any, Any]],
 ) -> Transformation:
-    """An optimizer from what it does in one pass.
+    """Make an optimizer from what it does in one pass.
 
     Args:
         init: Makes the state of parameters.
@@ -70,6 +70,8 @@ def transformation(
         new, state = step(params, state, updates, **extra_args)
         return difference(new, params), state
 
+    # Optax's optimizers are named tuples of two fields, and its functions unpack them as such: the
+    # two more functions are attributes, and not fields.
     pair: Any = (init, update)
     made = Transformation(*pair)
     made.step, made.prepare = step, prepare
@@ -77,7 +79,10 @@ def transformation(
 
 
 def of_models(made: Transformation) -> Transformation:
-    """The same for whole models: functions, texts and integers in them stay as they are."""
+    """Return the same optimizer for whole models, whose functions, texts and integers stay.
+
+    Optax maps arithmetic over every leaf that it gets, so it gets the floating-point ones only.
+    """
 
     def init_model(params: PyTree) -> PyTree:
         return made.init(eqx.filter(params, is_trained))
@@ -99,13 +104,17 @@ def of_models(made: Transformation) -> Transformation:
 
 
 def is_trained(leaf: object) -> bool:
-    """Whether a leaf is made of floating-point numbers, or has the shape of such an array."""
+    """Return whether a leaf is made of floating-point numbers, or is the shape of such an array."""
     dtype = getattr(leaf, "dtype", None)
     return is_inexact(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact))
 
 
 def difference(new: PyTree, old: PyTree) -> PyTree:
-    """What `optax.apply_updates` is to add; of bfloat16 in float32, which is exact."""
+    """Return what `optax.apply_updates` is to add to the old parameters.
+
+    In float32 for bfloat16 parameters: the difference of two bfloat16 values may need more bits
+    than bfloat16 has, and `optax.apply_updates` adds in the wider dtype before it rounds.
+    """
 
     def of(new: PyTree, old: PyTree) -> PyTree:
         if not is_inexact(old):
@@ -191,6 +200,8 @@ def chain(*transforms: optax.GradientTransformation) -> Transformation:
     ) -> tuple[PyTree, ChainState]:
         trained = eqx.filter(params, is_trained)
         grads, first = before.update(grads, state.first, trained, **extra_args)
+        # The last optimizer skips by itself; the state of those in front is chosen here. A norm or
+        # an average of gradients that are not finite would stay in it for good.
         decided = finite is not None and as_predicate(finite) is not None
         if decided:
             first = select_tree(finite, first, state.first)

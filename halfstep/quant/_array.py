@@ -77,6 +77,7 @@ def quantize(
     divided = groups.divided(value)
     coded = jnp.sqrt(divided) if code.is_root else divided
     axis = divided.ndim + groups.axis
+    # A last group that is not full is padded with zeros, which change no maximum.
     scale = scale_of(jnp.max(jnp.abs(coded), axis=axis, keepdims=True), scale_dtype)
     noise = None if key is None else jax.random.uniform(key, coded.shape, jnp.float32)
     codes = code.encode(coded, widened(scale), noise=noise)
@@ -168,7 +169,10 @@ def _check_fits(array: Quantized, code: Code, groups: Groups, shape: tuple[int, 
 
 
 def _packed(codes: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Two codes in a byte: the first half of a group with its second."""
+    """Return two codes in a byte: the first half of a group with its second.
+
+    Halves and not neighbors: the two are contiguous slices, which need no strided loads.
+    """
     first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=axis)
     return (first & 15) | (second << 4)
 

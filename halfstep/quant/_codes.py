@@ -87,6 +87,7 @@ class Code:
             total = jnp.maximum(scale + jnp.abs(value), _TINY)
             position = 2 * self.limit * (value / total)
             return self._signed(position, noise, nearest).astype(self.stored)
+        # No value gets the code 0, see the class: clipped from below at 1.
         position = value * (self.limit / jnp.maximum(scale, _TINY_ROOT))
         return jnp.clip(_root(position, noise, nearest), 1, self.limit).astype(self.stored)
 
@@ -126,8 +127,9 @@ class Code:
         return position.astype(self.dtype)
 
 
-# Instead of a scale of zero, to divide by: no other scale is below it, and a quotient is finite.
-# A square root is far from the smallest normal number, and its reciprocal has room for a limit.
+# Divisors in place of a scale of zero. No scale of a group that is not all zeros is below them, and
+# the quotient is finite. The square root of a normal number is far above `_TINY`; `_TINY_ROOT` is
+# larger, so that its reciprocal, times the limit of a code, is finite as well.
 _TINY = float(np.finfo(np.float32).tiny)
 _TINY_ROOT = 2.0**-100
 
@@ -173,7 +175,9 @@ def scale_of(magnitude: Values, dtype: DTypeLike) -> Shaped[Array, "..."]:
     """The scale of a group with a largest magnitude: in bfloat16 rounded up, or as it is."""
     if np.dtype(dtype) == np.float32:
         return magnitude
-    # The last NaNs would be carried into the sign; they become the one before.
+    # Rounded up, by adding all bits that are cut off: no value of the group may be above its scale.
+    # The last NaNs would be carried into the sign; they become the one before. The minimum is of
+    # signed integers, which Mosaic TPU has.
     word = jnp.minimum(bitcast_convert_type(magnitude, jnp.int32), 0x7FFF0000)
     high = (bitcast_convert_type(word, jnp.uint32) + 0xFFFF) >> 16
     return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)

@@ -101,6 +101,7 @@ def groups_for(
     axes = [axis for axis in axes if -axis <= len(shape)]
     full = [axis for axis in axes if shape[axis] % (size * parts[axis]) == 0]
     ragged = [axis for axis in axes if parts[axis] == 1 and shape[axis] > size]
+    # Full groups first: a last group that is not full is padded whenever it is read.
     chosen = [*full, *ragged]
     return Groups(chosen[0], size) if chosen else None
 

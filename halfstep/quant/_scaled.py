@@ -63,7 +63,8 @@ def saturated(
     limit = jnp.asarray(factor.max, value.dtype)
     inside = jnp.clip(value, -limit, limit)
     if factor.element != "e2m1":
-        # Beyond all bounds is not the same as large.
+        # Large values saturate, but an infinity is an error that a verdict must see: it becomes NaN
+        # and not the largest element.
         inside = jnp.where(jnp.isinf(value), jnp.asarray(jnp.nan, value.dtype), inside)
     if factor.rounding == "nearest":
         return inside.astype(factor.dtype)
@@ -137,6 +138,7 @@ def write_blocks(
     if factor.two_level:
         scale, outer = _two_levels(amax, factor)
         back = scale.astype(jnp.float32) * outer
+        # A block whose scale rounds to zero in e4m3 is written as zeros, and not as infinities.
         up = jnp.where(back == 0, 0, 1 / back)
     else:
         up = power_of_two(amax, factor.max)

@@ -54,6 +54,7 @@ def split(
     if bits not in (8, 16):
         raise ValueError(f"bits must be 8 or 16; got {bits!r}.")
     word = bitcast_convert_type(value, jnp.uint32)
+    # Sign and magnitude apart: a carry then moves a magnitude to the next, and never into the sign.
     sign, size = word & jnp.uint32(0x80000000), word & jnp.uint32(0x7FFFFFFF)
     if bits == 8:
         # Rounded to 24 bits a NaN of few bits would be infinite: all of them become one.
@@ -67,6 +68,8 @@ def split(
         signed = jnp.minimum(bitcast_convert_type(size, jnp.int32), 0x7FFF7FFF)
         size = bitcast_convert_type(signed, jnp.uint32)
     word = sign | size
+    # Rounded to the nearest, not cut: the parameter is computed with as it is. The rest is then a
+    # signed distance, which fits as many bits.
     high = (word + 0x8000) >> 16
     low = bitcast_convert_type(word - (high << 16), jnp.int32)
     low = (low >> 8).astype(jnp.int8) if bits == 8 else low.astype(jnp.int16)

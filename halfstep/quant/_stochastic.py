@@ -60,6 +60,8 @@ def stochastic_round(
 
 
 def _to_bfloat16(value: Float32[Array, "..."], key: Key[Array, ""]) -> Shaped[Array, "..."]:
+    # The 16 bits that are cut off, plus 16 random ones, carry with the probability that makes the
+    # mean right. This is exact, and the same for denormal values.
     word = bitcast_convert_type(value, jnp.uint32)
     noise = jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
     high = ((word + noise) >> 16).astype(jnp.uint16)
@@ -92,7 +94,7 @@ def _to_float(
 def _to_four_bits(
     value: Float32[Array, "..."], noise: Float32[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    # 0, 1/2, 1, 3/2, 2, 3, 4, 6: three distances, all of them powers of two.
+    # The values 0, 1/2, 1, 3/2, 2, 3, 4, 6 have three distances, all of them powers of two.
     size = jnp.abs(value)
     step = jnp.where(
         size < 2, jnp.float32(0.5), jnp.where(size < 4, jnp.float32(1), jnp.float32(2))

@@ -33,7 +33,8 @@ class Preemption:
     def __init__(self) -> None:
         self._noticed = threading.Event()
         self._before: Any = None
-        # With several processes the signal is JAX's.
+        # With several processes JAX's coordination service has its own handler for SIGTERM, from
+        # which one of ours would take the signal.
         self._is_alone = not jax.distributed.is_initialized()
 
     def __enter__(self) -> "Preemption":

@@ -127,15 +127,17 @@ def _compiled(
             sums = device_sums(shard)
             low, high = jax.lax.pmin(sums, over), jax.lax.pmax(sums, over)
             flags.append(jnp.any(low != high).astype(jnp.int32))
-        # Of an array that is also divided, any part may be the bad one.
+        # An array may be divided over some axes and copied over others: any of its parts counts.
         return jax.lax.pmax(jnp.stack(flags), tuple(mesh.axis_names))
 
+    # Unchecked: the check takes an array for the same wherever its spec says that it is copied, and
+    # whether that is true is the question here.
     mapped = jax.shard_map(differ, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     return jax.jit(mapped)
 
 
 def _tell(mesh: Mesh, name: str, array: jax.Array, axes: tuple[str, ...]) -> str:
-    """Which device has another copy than most of those that should have the same."""
+    """Name the devices whose copy differs from most of those that should be the same."""
 
     def sums(shard: jax.Array) -> jax.Array:
         return device_sums(shard).reshape((1,) * len(mesh.axis_names) + (2,))
@@ -154,6 +156,7 @@ def _tell(mesh: Mesh, name: str, array: jax.Array, axes: tuple[str, ...]) -> str
     for place in np.ndindex(groups.shape[:-1]):
         values, counts = np.unique(groups[place], return_counts=True)
         if len(values) > 1:
+            # Of two copies that differ, nothing says which one is right: both are named.
             usual = values[np.argmax(counts)] if counts.max() > 1 else None
             odd += [d for d in _devices_of(mesh, last, place) if digests[d] != usual]
     where = ", ".join(_name(mesh, place) for place in odd[:_SHOWN])

@@ -81,6 +81,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Say who hangs, right before the end. If nobody can, the stacks come without it."""
+        # `faulthandler` ends the process without Python, which alone knows the step that hangs. So
+        # this thread wakes up shortly before; if the hanging one holds the interpreter, it cannot.
         pause = min(0.25, self._limit / 8)
         while not self._ended.wait(pause):
             if time.monotonic() < self._deadline - 1.5 * pause:
@@ -99,5 +101,6 @@ def _descriptor(file: TextIO) -> int:
     try:
         return file.fileno()
     except (AttributeError, OSError, ValueError):
-        # A notebook, or a test, that shows what is printed by itself.
+        # A notebook or a test captures standard error in an object without a descriptor. What is
+        # written to 2 then still reaches the log of the process.
         return 2

@@ -181,6 +181,9 @@ def _lowered(
     implementation: Implementation,
     divided: ClosedJaxpr | None,
 ) -> Any:
+    # Refused in this order: a wrong platform, a GPU without the kernel, a leaf without it, and a
+    # compiler that divides the program but not kernels. Where the user has named an implementation,
+    # its platform and its division raise; without a name, XLA takes over.
     if implementation in ("gpu", "tpu") and implementation != platform:
         raise ValueError(
             f"implementation={implementation!r} is compiled for {platform or 'another platform'} "
@@ -289,10 +292,13 @@ def _differentiated(primals: Sequence[jax.Array], tangents: Sequence[Any], **par
     return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
+# Outside `jit` too, one compiled program computes the update: op by op it would take the
+# temporaries that a fused form avoids.
 _update.def_impl(lambda *arrays, divided, **params: _eager(*arrays, **params))
 _update.def_abstract_eval(_abstract)
 batching.primitive_batchers[_update] = _batched
 ad.primitive_jvps[_update] = _differentiated
+# JAX names NVIDIA's platform "cuda". On any other GPU, the rule without a platform takes plain XLA.
 mlir.register_lowering(_update, partial(_lowered, None))
 mlir.register_lowering(_update, partial(_lowered, "cpu"), platform="cpu")
 mlir.register_lowering(_update, partial(_lowered, "gpu"), platform="cuda")

@@ -87,6 +87,7 @@ def view_of(shape: tuple[int, ...], groups: Groups) -> View:
     axis = len(shape) + groups.axis
     lead, rows, cols = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     if rows % groups.size == 0:
+        # With full groups, leading axes and rows are one long axis: more rows for each block.
         lead, rows = 1, lead * rows
     return View((lead, rows, cols), Groups(-2, groups.size))
 

@@ -53,8 +53,11 @@ def update(
         spec: Which optimizer it is, and how its state is written.
         min_size: Leaves of fewer elements take the plain form.
     """
+    # A leaf of another kind takes the plain form too: it is right for every leaf, and only larger.
     if not _fits(leaf, grad, spec) or leaf.param.size < min_size:
         return _block.update(leaf, grad, by, spec)
+    # Low bits first, since they need the old parameter, and the moments last, since all others need
+    # the old moments. Scales are computed before codes and written after them, for the same reason.
     keep = jnp.asarray(by.keep, bool)
     passes = _Passes(leaf, grad, by, spec)
     # Read from an argument. Read from a result, the zero would be one more use of all that makes
@@ -229,6 +232,7 @@ def _after(value: jax.Array, always: jax.Array) -> jax.Array:
 
 
 def _zero_after(value: jax.Array) -> jax.Array:
+    # `word | 1` is never zero, but XLA does not simplify the comparison away.
     word = words(value[(0,) * value.ndim])
     return ((word | 1) == 0).astype(jnp.uint32)
 
@@ -239,6 +243,8 @@ def _barrier(
     """A function that is compiled by itself: in a branch that is always taken."""
 
     def call(*operands: jax.Array) -> PyTree:
+        # XLA fuses nothing across the branches of a conditional, and cannot know that this one is
+        # always taken.
         def nothing(*_: object) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
 

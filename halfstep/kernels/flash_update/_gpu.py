@@ -117,6 +117,8 @@ def _compiled(
 
     def kernel(by_ref: jax.Ref, grad_ref: jax.Ref, *refs: jax.Ref) -> None:
         place = tuple(map(jax.lax.axis_index, _AXES))
+        # In place: the references are read and written. A block reads a row twice before it writes
+        # the row, and no other block touches it.
         block(place, by_ref, grad_ref, refs, refs)
 
     refs = [jax.new_ref(array) for array in arrays]
@@ -175,7 +177,8 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
                 root = spec.second.decode(old.second[here], scales[1])
                 second = root * root
             if moments_only and not spec.coupled:
-                # The moments do not depend on the parameter, which is not read then.
+                # The moments do not depend on the parameter, unless weight decay is a part of the
+                # gradient: the first pass does not read it.
                 value = jnp.zeros(width, jnp.float32)
             else:
                 value = joined(old.param[here], None if old.low is None else old.low[here])
@@ -189,7 +192,7 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
         def write(number: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
             here = row(number)
             values = stepped(number, moments_only=False)
-            # Only their dtypes count.
+            # `parted` looks at the dtypes of the old arrays only.
             like: list[Any] = [
                 None if r is None else jnp.zeros(width, r.dtype) for r in (new.param, new.low)
             ]

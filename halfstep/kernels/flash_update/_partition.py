@@ -68,6 +68,7 @@ def along_shards(
     specs = (PartitionSpec(), *[sharding.spec] * (len(arrays) - 1))
     mesh = sharding.mesh
     if mesh.explicit_axes:
+        # Over explicit axes JAX moves nothing by itself: a gradient that lies otherwise is moved.
         pairs = zip(arrays, specs, strict=True)
         arrays = [jax.sharding.reshard(array, NamedSharding(mesh, s)) for array, s in pairs]
     # Unchecked: Pallas does not interpret kernels that are checked, and here all is divided alike.
@@ -117,6 +118,8 @@ def _aligned(
     mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], groups: Groups
 ) -> NamedSharding:
     """Return how the arrays of a leaf lie if its parameter lies so: alike, groups on one device."""
+    # A device that has whole groups, or all of the axis, needs no other device. Otherwise the axis
+    # is gathered: slower, but right.
     local = sharding.shard_shape(shape)[groups.axis]
     if local == shape[groups.axis] or local % groups.size == 0:
         return sharding

@@ -35,7 +35,7 @@ _WIDTH = 128
 
 
 def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
-    """Why there is no kernel for a leaf; `None` if there is one."""
+    """Return why there is no kernel for a leaf, or `None` if there is one."""
     shape = list(leaf.param.shape)
     if len(shape) < 2 or spec.groups.axis != -2:
         return f"takes groups along the last axis but one; got {spec.groups} of shape {shape}"
@@ -94,8 +94,8 @@ def update(
             for i, ref in zip(present, refs[len(present) :], strict=True):
                 ref[here] = new[i]
 
-        # A loop, and not the whole block at once: Mosaic writes every vector's instructions out,
-        # and a program of half a megabyte is memory too.
+        # A loop, and not the whole block at once: Mosaic unrolls a block into instructions for each
+        # vector, and a program of half a megabyte takes memory too.
         jax.lax.fori_loop(0, cols // width, part, None)
 
     arrays = view.arrays(leaf)
@@ -108,6 +108,7 @@ def update(
         grid=(view.shape[0], math.ceil(view.shape[1] / rows), math.ceil(view.shape[2] / cols)),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_block, *specs],
         out_specs=specs,
+        # In place: the outputs are the inputs after the scalars and the gradient.
         input_output_aliases={2 + i: i for i in range(len(present))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
@@ -120,11 +121,12 @@ def _block(view: View) -> tuple[int, int]:
     """The rows and columns of a block: whole tiles, or all that there are."""
     _, rows, cols = view.shape
     cols = min(cols, _COLS)
+    # Few rows are one block; Pallas then needs no multiple of a tile.
     if rows <= _ROWS and rows % view.groups.size == 0:
         return rows, cols
     return _ROWS, cols
 
 
 def _inside(value: jax.Array, inside: jax.Array | None) -> jax.Array:
-    """Zeros for what is beyond the last row, which no maximum of a group sees."""
+    """Return zeros for what is beyond the last row, so that no maximum of a group sees it."""
     return value if inside is None else jnp.where(inside, value, jnp.zeros_like(value))
