@@ -30,7 +30,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "halfstep/_preflight/compile/worker.py": "a compiler's process",
         "halfstep/integrations/_orbax/_checkpoints.py": "one of several processes of a run",
         "halfstep/integrations/_orbax/_processes.py": "one of several processes of a run",
-        "halfstep/integrations/_orbax/_arrays.py": "one of several processes of a run",
+        "halfstep/integrations/_orbax/_leaves.py": "one of several processes of a run",
         "halfstep/reliability/_preemption.py": "one of several processes of a run",
         "halfstep/reliability/_watchdog.py": "a process that hangs, and is ended",
     }

@@ -14,13 +14,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import halfstep
 from halfstep import optim
 from halfstep._preflight.compile.requirements import compiler_versions
-from halfstep._preflight.report import plot as _preflight_plot
+from halfstep._preflight.report import rendering as _rendering
 from halfstep._preflight.target.mesh import find_mesh
 from halfstep.cli import main
-from halfstep.cli._arguments import policy
-from halfstep.cli._errors import CommandError
+from halfstep.cli._command import CommandError, answer, policy
 from halfstep.cli._load import load
-from halfstep.cli._output import answer
 from halfstep.debug._compare import plot as _comparison_plot
 from halfstep.debug._record import plot as _plot
 
@@ -28,7 +26,7 @@ from halfstep.debug._record import plot as _plot
 @pytest.mark.parametrize(
     ("plot", "message"),
     [
-        (_preflight_plot.plot, "drawing a report needs matplotlib"),
+        (_rendering.plot, "drawing a report needs matplotlib"),
         (_comparison_plot.plot, "drawing a comparison needs matplotlib"),
         (_plot.plot, r"drawing a report needs matplotlib.*\[plot\]"),
     ],

@@ -5,11 +5,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.cli._arguments import add_command, add_maker, policy
-from halfstep.cli._errors import CommandError
-from halfstep.cli._files import check_writable
+from halfstep.cli._command import (
+    CommandError,
+    add_command,
+    add_json,
+    add_maker,
+    answer,
+    check_writable,
+    kept_apart,
+    policy,
+)
 from halfstep.cli._load import load_loss
-from halfstep.cli._output import add_json, answer, kept_apart
 from halfstep.debug import bisect
 
 _DESCRIPTION = """\

@@ -9,11 +9,9 @@ from typing import Any
 import jax
 
 from halfstep._base import TESTED_JAX, TESTED_PYTHON, aligned
-from halfstep.cli._arguments import add_command
-from halfstep.cli._facts import Facts, gather, version_of
-from halfstep.cli._output import add_json, answer, kept_apart
+from halfstep.cli._command import add_command, add_json, answer, kept_apart
+from halfstep.cli._facts import Facts, expanded, gather, version_of
 from halfstep.cli._pitfalls import Pitfall, pitfalls
-from halfstep.cli._requires import expanded
 
 _DESCRIPTION = """\
 Say what is installed, which versions halfstep was tested with, what each extra

@@ -1,15 +1,26 @@
-"""`halfstep explain`: what does autocast make of it?"""
+"""`halfstep explain` and `halfstep lint`: what does autocast make of it, and is that right?"""
 
 import argparse
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-from halfstep._explain import ExplainReport, explain
-from halfstep.cli._arguments import LOSS, add_command, add_maker, policy
-from halfstep.cli._files import check_writable
+from halfstep._explain import ExplainReport, LintError, explain
+from halfstep.cli._command import (
+    LOSS,
+    add_command,
+    add_json,
+    add_maker,
+    answer,
+    check_writable,
+    kept_apart,
+    policy,
+    share,
+    write,
+)
 from halfstep.cli._load import load_loss
-from halfstep.cli._output import add_json, answer, kept_apart, write
 
-_DESCRIPTION = f"""\
+_EXPLAIN = f"""\
 Say what autocast makes of a function: every operation with its line, its dtypes
 and the reason, and what can be changed. Nothing runs, and nothing is judged;
 that is what lint does.
@@ -18,21 +29,52 @@ that is what lint does.
 The exit status is 0, and 2 if there is no answer.
 """
 
+_LINT = f"""\
+Say what autocast makes of a function, and what is wrong with it. Nothing runs.
+
+{LOSS}
+The exit status is 0, 1 if there are findings or contractions that are not
+lowered (with --f8: not in 8 bits), and 2 if there is no answer.
+"""
+
 
 def add(commands: Any) -> None:
-    """Add the subcommand to the command."""
+    """Add `explain` and `lint`, which judges what `explain` says."""
     parser = add_command(
         commands,
         "explain",
-        run,
+        _explain,
         help="what does autocast make of it?",
-        description=_DESCRIPTION,
+        description=_EXPLAIN,
         example="halfstep explain train.py:make_loss --policy bf16 --html report.html",
     )
-    add_options(parser)
+    _add_options(parser)
+    linter = add_command(
+        commands,
+        "lint",
+        _lint,
+        help="does it run in the precision that it should?",
+        description=_LINT,
+        example="halfstep lint train.py:make_loss --policy bf16 --low 0.99 --json report.json",
+    )
+    _add_options(linter)
+    linter.add_argument(
+        "--low",
+        type=share,
+        default=0.99,
+        help="share of the contractions' FLOPs that must be at the compute dtype (0.99)",
+    )
+    linter.add_argument(
+        "--f8",
+        type=share,
+        help="share of the eligible contractions' FLOPs that must be in 8 bits",
+    )
+    linter.add_argument(
+        "--max-findings", type=int, default=0, help="how many findings there may be (0)"
+    )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser) -> None:
     """Add what has to be known for a report, and where it goes."""
     add_maker(parser, "make_loss")
     parser.add_argument(
@@ -51,13 +93,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write the report as a page")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand."""
-    explained(arguments)
+def _explain(arguments: argparse.Namespace) -> int:
+    _explained(arguments)
     return 0
 
 
-def explained(arguments: argparse.Namespace) -> ExplainReport:
+def _lint(arguments: argparse.Namespace) -> int:
+    report = _explained(arguments)
+    try:
+        report.check(low=arguments.low, max_findings=arguments.max_findings, f8=arguments.f8)
+    except LintError as error:
+        sys.stderr.write("".join(f"{line}\n" for line in _why(str(error))))
+        return 1
+    return 0
+
+
+def _why(message: str) -> Iterator[str]:
+    """Why the answer is no; the report has the findings, and not what to do about fp8."""
+    of_f8 = False
+    for line in message.split("\n"):
+        if line.startswith("required: "):
+            of_f8 = "eligible" in line
+            yield line if of_f8 else line.rstrip(":")
+        elif of_f8:
+            yield line
+
+
+def _explained(arguments: argparse.Namespace) -> ExplainReport:
     """Make the report and show it."""
     check_writable(arguments.html, endings=(".html", ".htm"))
     with kept_apart(arguments):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from halfstep.cli._errors import CommandError
+from halfstep.cli._command import CommandError
 
 
 def load(text: str) -> Callable[..., Any]:

@@ -1,25 +1,17 @@
-"""One command, one subcommand a question."""
+"""The command: one subcommand per question, and a script with which shells complete it."""
 
 import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import (
-    _bisect,
-    _completion,
-    _doctor,
-    _explain,
-    _formats,
-    _lint,
-    _preflight,
-    _replay,
-)
-from halfstep.cli._errors import CommandError
+from halfstep.cli import _bisect, _doctor, _explain, _formats, _preflight, _replay
+from halfstep.cli._command import CommandError, add_command
 
 _EPILOG = """\
 examples:
@@ -43,6 +35,21 @@ exit status, for scripts and CI:
 Every command that answers has --json FILE; with - it prints JSON and nothing else.
 """
 
+SHELLS = ("bash", "zsh", "fish")
+
+_COMPLETION = """\
+Print a script with which a shell completes commands, options and the names of
+files. It is made once, by shtab, and asks nobody when the Tab key is pressed.
+
+The exit status is 0, and 2 without shtab: pip install "halfstep[completion]".
+"""
+
+_COMPLETION_EXAMPLE = """\
+halfstep completion bash > ~/.local/share/bash-completion/completions/halfstep
+halfstep completion zsh > ~/.zsh/completions/_halfstep
+halfstep completion fish > ~/.config/fish/completions/halfstep.fish
+"""
+
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Each command on one line."""
@@ -63,9 +70,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"halfstep {__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (_explain, _lint, _bisect, _replay, _preflight, _formats, _doctor):
+    for module in (_explain, _bisect, _replay, _preflight, _formats, _doctor):
         module.add(commands)
-    _completion.add(commands, parser)
+    _add_completion(commands)
     return made
 
 
@@ -88,3 +95,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         sys.stderr.write("halfstep: no answer, because of the error above\n")
         return 2
+
+
+# Completion by shells.
+
+
+def _add_completion(commands: Any) -> None:
+    made = add_command(
+        commands,
+        "completion",
+        _complete,
+        help="what does my shell need to complete all this?",
+        description=_COMPLETION,
+        example=_COMPLETION_EXAMPLE,
+    )
+    made.add_argument("shell", choices=SHELLS, help="the shell")
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    sys.stdout.write(script(parser(), arguments.shell))
+    return 0
+
+
+def script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script of a shell for a command."""
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            "scripts for shells are made by shtab, which is not installed. "
+            'Install it with: pip install "halfstep[completion]"'
+        ) from error
+    kinds = {"FILE": shtab.FILE, "MAKE_LOSS": shtab.FILE, "MAKE_STEP": shtab.FILE}
+    for action in _actions(parser):
+        if kind := {**kinds, "DIR": shtab.DIRECTORY}.get(str(action.metavar)):
+            # Where shtab looks for it.
+            action.complete = kind  # pyright: ignore[reportAttributeAccessIssue]
+    return f"{shtab.complete(parser, shell).rstrip()}\n"
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        # Of commands, the choices are their parsers.
+        if isinstance(action.choices, Mapping):
+            for command in action.choices.values():
+                yield from _actions(command)

@@ -20,11 +20,16 @@ from halfstep._preflight import (
     parse_target,
     preflight,
 )
-from halfstep.cli._arguments import add_command, share
-from halfstep.cli._errors import CommandError
-from halfstep.cli._files import check_writable
+from halfstep.cli._command import (
+    CommandError,
+    add_command,
+    add_json,
+    answer,
+    check_writable,
+    kept_apart,
+    share,
+)
 from halfstep.cli._load import checked_pair, load
-from halfstep.cli._output import add_json, answer, kept_apart
 
 _DESCRIPTION = """\
 Compile a training step for hardware that is not there, and say what it takes.

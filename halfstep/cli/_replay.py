@@ -6,10 +6,16 @@ from typing import Any
 
 from halfstep._base import dtype_name
 from halfstep._policy import Policy
-from halfstep.cli._arguments import add_command, add_maker, policy
-from halfstep.cli._errors import CommandError
+from halfstep.cli._command import (
+    CommandError,
+    add_command,
+    add_json,
+    add_maker,
+    answer,
+    kept_apart,
+    policy,
+)
 from halfstep.cli._load import checked_pair, load
-from halfstep.cli._output import add_json, answer, kept_apart
 from halfstep.debug import NonFinite, first_nonfinite, load_capture
 
 _DESCRIPTION = """\

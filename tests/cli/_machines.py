@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from halfstep.cli._facts import Facts
-from halfstep.cli._requires import Requirement
+from halfstep.cli._facts import Facts, Requirement
 
 HALFSTEP = (
     "equinox>=0.13.2",

@@ -13,8 +13,8 @@ import pytest
 import halfstep
 from halfstep._base.versions import TESTED_JAX, TESTED_PYTHON, known_to_work
 from halfstep.cli import _doctor, _facts, main
+from halfstep.cli._facts import Requirement, expanded
 from halfstep.cli._pitfalls import pitfalls
-from halfstep.cli._requires import Requirement, expanded
 from tests.cli._machines import machine
 
 ROOT = pathlib.Path(__file__).parents[2]

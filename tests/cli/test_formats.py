@@ -10,8 +10,7 @@ import pytest
 
 from halfstep import FORMATS, RECIPES
 from halfstep.cli import main
-from halfstep.cli._formats import _all
-from halfstep.cli._stored import number, stored
+from halfstep.cli._formats import _all, number, stored
 
 ROWS = {row.name: row for row in _all()}
 

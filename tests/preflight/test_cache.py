@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from halfstep._preflight.compile import cache as _cache
+from halfstep._preflight.compile import compiler as _compiler
 
 
 @pytest.fixture(autouse=True)
@@ -26,40 +26,40 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_round_trip(folder: pathlib.Path, cache: pathlib.Path):
-    name = _cache.key({"program": "a"})
-    assert _cache.load(name) is None
-    _cache.save(name, folder)
-    _cache.save(name, folder)
-    assert _cache.load(name) == ({"memory": {"temp": 1}}, "HloModule step")
+    name = _compiler.cache_key({"program": "a"})
+    assert _compiler.load_answer(name) is None
+    _compiler.save_answer(name, folder)
+    _compiler.save_answer(name, folder)
+    assert _compiler.load_answer(name) == ({"memory": {"temp": 1}}, "HloModule step")
     assert [entry.name for entry in cache.iterdir()] == [name], "no half-made entry is left"
 
 
 def test_a_key_is_of_everything_asked():
     asked = {"program": "a", "request": {"topology": "1x1x1"}, "flags": ("-f",), "versions": {}}
     changed = [asked | {"program": "b"}, asked | {"flags": ()}, asked | {"versions": {"jax": "1"}}]
-    assert len({_cache.key(question) for question in [asked, *changed]}) == 4
-    assert _cache.key(asked) == _cache.key(dict(reversed(asked.items())))
+    assert len({_compiler.cache_key(question) for question in [asked, *changed]}) == 4
+    assert _compiler.cache_key(asked) == _compiler.cache_key(dict(reversed(asked.items())))
 
 
 @pytest.mark.parametrize("file", ["answer.json", "program.hlo.gz"])
 def test_a_damaged_entry_is_none(folder: pathlib.Path, cache: pathlib.Path, file: str):
-    _cache.save("ab", folder)
+    _compiler.save_answer("ab", folder)
     whole = (cache / "ab" / file).read_bytes()
     (cache / "ab" / file).write_bytes(whole[: len(whole) // 2])
-    assert _cache.load("ab") is None
+    assert _compiler.load_answer("ab") is None
     (cache / "ab" / file).unlink()
-    assert _cache.load("ab") is None
+    assert _compiler.load_answer("ab") is None
 
 
 def test_the_oldest_go_first(
     folder: pathlib.Path, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_cache, "_LIMIT", 2)
+    monkeypatch.setattr(_compiler, "_KEPT", 2)
     for age, name in enumerate(("aa", "bb")):
-        _cache.save(name, folder)
+        _compiler.save_answer(name, folder)
         os.utime(cache / name, (age, age))
-    assert _cache.load("aa") is not None, "which makes it the one used last"
-    _cache.save("cc", folder)
+    assert _compiler.load_answer("aa") is not None, "which makes it the one used last"
+    _compiler.save_answer("cc", folder)
     assert {entry.name for entry in cache.iterdir()} == {"aa", "cc"}
 
 
@@ -68,13 +68,13 @@ def test_a_cache_that_cannot_be_written_is_none(
 ):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HALFSTEP_CACHE_DIR", str(tmp_path / "file"))
-    _cache.save("ab", folder)
-    assert _cache.load("ab") is None
+    _compiler.save_answer("ab", folder)
+    assert _compiler.load_answer("ab") is None
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HALFSTEP_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", os.path.join("some", "where"))
-    assert _cache.cache_dir() == pathlib.Path("some", "where", "halfstep", "preflight")
+    assert _compiler.cache_dir() == pathlib.Path("some", "where", "halfstep", "preflight")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert _cache.cache_dir() == pathlib.Path.home() / ".cache" / "halfstep" / "preflight"
+    assert _compiler.cache_dir() == pathlib.Path.home() / ".cache" / "halfstep" / "preflight"

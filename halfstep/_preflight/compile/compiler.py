@@ -1,12 +1,14 @@
-"""Ask a real compiler, in a process of its own."""
+"""Ask a real compiler, in a process of its own, and keep its answers."""
 
 import contextlib
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,6 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from halfstep._preflight.compile import cache as _cache
 from halfstep._preflight.compile.lowering import Program
 from halfstep._preflight.compile.requirements import compiler_versions
 from halfstep._preflight.errors import PreflightError, RefusedError
@@ -25,6 +26,9 @@ _WORKER = pathlib.Path(__file__).with_name("worker.py")
 _NOISE = re.compile(r"cudart_stub|absl::InitializeLog|could not determine TPU|InitGoogle")
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 _LIBRARY = "--xla_gpu_enable_triton_gemm=false"
+
+_KEPT = 1024
+"""Answers in the cache; the ones used longest ago go first. One takes about 100 KB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,7 @@ def _ask(
         }
     else:
         request |= {"topology": target.tpu_topology, "chips_per_host": target.tpu_chips_per_host}
-    name = _cache.key(
+    name = cache_key(
         {
             "program": program.fingerprint,
             "request": request,
@@ -129,7 +133,7 @@ def _ask(
             "versions": dict(versions),
         }
     )
-    if cache and (kept := _cache.load(name)) is not None:
+    if cache and (kept := load_answer(name)) is not None:
         return kept
     with tempfile.TemporaryDirectory(prefix="halfstep-preflight-") as place:
         folder = pathlib.Path(place)
@@ -142,7 +146,7 @@ def _ask(
         if "error" in answer:
             return answer, ""
         if cache:
-            _cache.save(name, folder)
+            save_answer(name, folder)
         with gzip.open(folder / "program.hlo.gz", "rt") as file:
             return answer, file.read()
 
@@ -225,3 +229,52 @@ def _first_lines(text: str, count: int) -> str:
     lines = text.strip().splitlines()
     more = f"\n... ({len(lines) - count} lines more)" if len(lines) > count else ""
     return "\n".join(line[:600] for line in lines[:count]) + more
+
+
+# Answers, kept by the content of what was asked. One is a folder of JSON and text. Nothing in it is
+# executed, so a cache that somebody else has written can be wrong and not dangerous.
+
+
+def cache_dir() -> pathlib.Path:
+    """Where answers are kept: `$HALFSTEP_CACHE_DIR`, else `halfstep` in the user's cache."""
+    own = os.environ.get("HALFSTEP_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(own if own else os.path.join(base, "halfstep")) / "preflight"
+
+
+def cache_key(question: Mapping[str, Any]) -> str:
+    """A name for what is asked: the program, the target, flags and versions."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+
+
+def load_answer(name: str) -> tuple[dict[str, Any], str] | None:
+    """An answer and its program, or `None`; an entry that cannot be read counts as absent."""
+    entry = cache_dir() / name
+    try:
+        answer = json.loads((entry / "answer.json").read_text())
+        with gzip.open(entry / "program.hlo.gz", "rt") as file:
+            text = file.read()
+        os.utime(entry)
+    except (OSError, ValueError, EOFError):
+        return None
+    return answer, text
+
+
+def save_answer(name: str, folder: pathlib.Path) -> None:
+    """Keep the answer that lies in a worker's folder. A cache that cannot be written is none."""
+    cache = cache_dir()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        staging = pathlib.Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
+        try:
+            for file in ("answer.json", "program.hlo.gz"):
+                shutil.copy(folder / file, staging / file)
+            shutil.rmtree(cache / name, ignore_errors=True)
+            staging.rename(cache / name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        entries = sorted(cache.glob("[0-9a-f]*"), key=lambda entry: entry.stat().st_mtime)
+        for entry in entries[: max(0, len(entries) - _KEPT)]:
+            shutil.rmtree(entry, ignore_errors=True)
+    except OSError:
+        return

@@ -1,6 +1,6 @@
 """Compile one program for hardware that is not there, in a process of its own.
 
-Run as a script with a folder as its argument, by `_compile.py`. It imports nothing but JAX: the
+Run as a script with a folder as its argument, by `compiler.py`. It imports nothing but JAX: the
 environment in which the compilers work (platforms, flags, libtpu's lock) is not one in which
 anybody wants to compute. It reads `request.json` and `program.bin` and writes `answer.json` and
 `program.hlo.gz`; only numbers and text come back, nothing that would be executed.

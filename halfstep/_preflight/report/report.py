@@ -9,9 +9,8 @@ from halfstep._explain import LintError
 from halfstep._preflight.errors import DoesNotFitError
 from halfstep._preflight.report.comparison import PreflightComparison, compared
 from halfstep._preflight.report.entry import PreflightEntry
-from halfstep._preflight.report.plot import plot
+from halfstep._preflight.report.rendering import detail, f8_miss, html, plot, table
 from halfstep._preflight.report.saved import load
-from halfstep._preflight.report.text import detail, f8_miss, html, table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -13,11 +13,21 @@ from etils import epath
 
 from halfstep._base import digests, type_of
 from halfstep._version import __version__
-from halfstep.integrations._orbax import _arrays, _data, _files, _folder, _processes
+from halfstep.integrations._orbax import _data, _files, _processes
 from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError
-from halfstep.integrations._orbax._match import check_leaves, check_options
+from halfstep.integrations._orbax._leaves import (
+    Leaf,
+    as_python,
+    check_leaves,
+    empty,
+    finished,
+    is_empty,
+    is_local,
+    leaves_of,
+    restore_args,
+    stored_form,
+)
 from halfstep.integrations._orbax._static import static_fields, with_static_fields
-from halfstep.integrations._orbax._tree import Leaf, as_python, is_empty, leaves_of
 
 T = TypeVar("T")
 _STATE, _ABOUT = _files.STATE, _files.ABOUT
@@ -142,9 +152,9 @@ class Checkpoints:
         self._begin_writing(step)
         leaves = leaves_of(state)
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
-        forms = {leaf.name: _arrays.stored_form(leaf) for leaf in arrays}
+        forms = {leaf.name: stored_form(leaf) for leaf in arrays}
         found = dict(zip(forms, digests(list(forms.values())), strict=True))
-        self._check_processes_agree([leaf for leaf in arrays if _arrays.is_local(leaf)], found)
+        self._check_processes_agree([leaf for leaf in arrays if is_local(leaf)], found)
         about = {leaf.name: leaf.about() for leaf in leaves}
         for name, digest in found.items():
             about[name]["digest"] = digest
@@ -224,7 +234,7 @@ class Checkpoints:
 
     def _listed(self) -> list[int]:
         """All folders that are named like a step, as process 0 sees them."""
-        found = _folder.numbered(self._directory)
+        found = _files.numbered(self._directory)
         said = _processes.first_says(" ".join(map(str, found)))
         return [int(step) for step in said.split()]
 
@@ -251,7 +261,7 @@ class Checkpoints:
         manifest = _files.read_manifest(path)
         about: dict[str, dict[str, Any]] = manifest["leaves"]
         if self._options is not None:
-            check_options(self._options, manifest["options"] or {}, step, folder)
+            _check_options(self._options, manifest["options"] or {}, step, folder)
         check_leaves(leaves, about, step, folder)
         whole = with_static_fields(like, manifest["static"], step)
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
@@ -262,7 +272,7 @@ class Checkpoints:
         if reason is not None:
             return reason, None
         values = [
-            _arrays.finished(leaf, forms[leaf.name])
+            finished(leaf, forms[leaf.name])
             if leaf.name in forms
             else as_python(about[leaf.name])
             if leaf.kind == "value"
@@ -279,7 +289,7 @@ class Checkpoints:
         if wanted:
             reading = ocp.args.PyTreeRestore(
                 item={leaf.name: 0 for leaf in wanted},
-                restore_args={leaf.name: _arrays.restore_args(leaf) for leaf in wanted},
+                restore_args={leaf.name: restore_args(leaf) for leaf in wanted},
             )
             try:
                 args = ocp.args.Composite(**{_STATE: reading})
@@ -289,7 +299,7 @@ class Checkpoints:
         forms = {leaf.name: found.get(leaf.name) for leaf in wanted}
         for leaf in leaves:
             if leaf.name not in forms:
-                forms[leaf.name] = _arrays.empty(leaf, about[leaf.name])
+                forms[leaf.name] = empty(about[leaf.name])
         return forms, None
 
     def _begin_writing(self, step: int) -> None:
@@ -313,8 +323,8 @@ class Checkpoints:
                 "to another folder."
             )
         if jax.process_index() == 0:
-            _folder.set_aside(self._directory, bad)
-            _folder.remove_unfinished(self._directory)
+            _files.set_aside(self._directory, bad)
+            _files.remove_unfinished(self._directory)
         _processes.wait_for_all("halfstep.integrations.orbax: begin writing")
         self._manager.reload()
         self._is_writer = True
@@ -343,3 +353,23 @@ def _wrong_digest(forms: dict[str, Any], about: dict[str, dict[str, Any]]) -> st
         if digest != stored["digest"]:
             return f"the bits of `{name}` are not those that were written"
     return None
+
+
+def _check_options(
+    now: Mapping[str, Any], saved: Mapping[str, Any], step: int, folder: str
+) -> None:
+    """Raise if the step was written with other options.
+
+    Raises:
+        CheckpointError: It lists those that differ.
+    """
+    changed = [
+        f"{name}={saved.get(name)} (now {now.get(name)})"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"step {step} in {folder} was written with other options: {', '.join(changed)}. Resume "
+            "with the same ones, or write to another folder."
+        )

@@ -1,4 +1,4 @@
-"""The files of one step: what is written beside the arrays, and whether all is as it was written.
+"""The folder of a run, and the files of each step: are they all as they were written?
 
 A step's folder is Orbax's. Beside its `state` there is `about`, with
 
@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -167,3 +167,34 @@ def read_data(step: epath.Path) -> Any:
             "and fit any number of processes."
         )
     return json.loads(texts.pop())
+
+
+# The folder of a run.
+
+
+def numbered(folder: epath.Path) -> list[int]:
+    """The folders that are named like steps, whatever is in them."""
+    return sorted(int(path.name) for path in folder.iterdir() if _is_step(path))
+
+
+def _is_step(path: epath.Path) -> bool:
+    return path.name.isdecimal() and str(int(path.name)) == path.name and path.is_dir()
+
+
+def set_aside(folder: epath.Path, steps: Sequence[int]) -> None:
+    """Give damaged steps a name by which nobody takes them for one. Nothing is deleted.
+
+    They would count among the steps that are kept, and the good ones would be deleted for them.
+    """
+    for step in steps:
+        number = 0
+        while (folder / f"{step}.damaged-{number}").exists():
+            number += 1
+        (folder / str(step)).rename(folder / f"{step}.damaged-{number}")
+
+
+def remove_unfinished(folder: epath.Path) -> None:
+    """Delete what a killed run left of a step that it was writing."""
+    for path in folder.iterdir():
+        if ocp.utils.TMP_DIR_SUFFIX in path.name:
+            path.rmtree()

@@ -1,0 +1,135 @@
+"""Share what all commands need: how one is added, options, the answer, and errors."""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+from halfstep._policy import Policy
+
+
+class CommandError(Exception):
+    """Something the user gave cannot be used; the message says what and what to type."""
+
+
+# Commands and their options.
+
+LOSS = """\
+MAKE_LOSS names a function that returns a loss and its arguments (arrays or
+jax.ShapeDtypeStructs), of which the first holds the parameters:
+
+    def make_loss():
+        ...
+        return loss, (params, batch)
+"""
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """Add a subcommand: the line in the list, what it does, and something to type."""
+    lines = "".join(f"  {line}\n" for line in example.splitlines())
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=f"example:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_maker(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the argument that names the user's function: `make_loss` or `make_step`."""
+    parser.add_argument(name, metavar=name.upper(), help="module:function or file.py:function")
+
+
+def share(text: str) -> float:
+    """A share, from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"required a share from 0 to 1; got {text!r}")
+    return value
+
+
+def policy(text: str) -> Policy:
+    """A policy from its text, or from a file that ends with `.toml`."""
+    try:
+        return Policy.load(text) if text.endswith(".toml") else Policy.parse(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot read {text!r}: {error.strerror}. Give a file that Policy.save has written"
+        ) from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# Answers: text for people, JSON for programs.
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json FILE`, which every command that answers has."""
+    parser.add_argument("--json", metavar="FILE", help="write everything; - is standard output")
+
+
+@contextlib.contextmanager
+def kept_apart(arguments: argparse.Namespace) -> Generator[None]:
+    """What the user's code prints in here does not get into JSON on standard output."""
+    # Now, not after minutes of work.
+    if arguments.json != "-":
+        check_writable(arguments.json)
+    with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
+        yield
+
+
+def answer(arguments: argparse.Namespace, text: str, json: str) -> None:
+    """Print the text, and write the JSON if it is asked for; or print only JSON."""
+    if arguments.json == "-":
+        sys.stdout.write(f"{json}\n")
+        return
+    if text:
+        sys.stdout.write(f"{text}\n")
+    if arguments.json:
+        write(arguments.json, f"{json}\n")
+
+
+def write(name: str, text: str) -> None:
+    """Write a file whose name was checked when there was time to do something about it."""
+    try:
+        pathlib.Path(name).write_text(text)
+    except OSError as error:
+        raise CommandError(
+            f"cannot write {name!r}: {error.strerror}. Give another file, or - for the screen."
+        ) from error
+
+
+def check_writable(name: str | None, *, endings: tuple[str, ...] = ()) -> None:
+    """Refuse a file that could not be written, or that does not end as it should."""
+    if name is None:
+        return
+    path = pathlib.Path(name)
+    if endings and path.suffix.lower() not in endings:
+        raise CommandError(
+            f"cannot write {name!r}: the name must end in {' or '.join(endings)}. "
+            "Give another name."
+        )
+    if not path.parent.is_dir():
+        raise CommandError(
+            f"cannot write {name!r}: there is no folder {str(path.parent)!r}. Make it first."
+        )
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "it is a folder" if path.is_dir() else "permission denied"
+        raise CommandError(f"cannot write {name!r}: {why}. Give another name.")

@@ -1,0 +1,236 @@
+"""The leaves of a state: by name, as Orbax stores them, and whether a step has those of `like`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from halfstep.integrations._orbax._errors import CheckpointError
+
+_SHOWN = 5
+
+
+class Leaf(NamedTuple):
+    """One leaf of a state, or of what one is to be restored like."""
+
+    name: str
+    value: Any
+    kind: str
+    """`array`, `key` (typed PRNG keys), `value` (Python's numbers and texts) or `other`."""
+
+    def about(self) -> dict[str, Any]:
+        """What a manifest says of it, digests apart."""
+        if self.kind == "array":
+            return _about_array(self.value)
+        if self.kind == "key":
+            data = jax.eval_shape(jax.random.key_data, self.value)
+            return {**_about_array(data), "keys": str(key_impl(self.value))}
+        if self.kind == "value":
+            return {"python": type(self.value).__name__, "value": _as_json(self.value)}
+        return {"other": type(self.value).__name__}
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """The leaves of a tree, named as Python would reach them: `.model.layers[0].weight`.
+
+    Raises:
+        CheckpointError: If two have the same name.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [Leaf(jax.tree_util.keystr(path) or ".", leaf, kind_of(leaf)) for path, leaf in found]
+    names = [leaf.name for leaf in leaves]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(
+            f"two leaves of the state are both named `{twice}`, so they could not be told apart. "
+            "Register the node with keys (jax.tree_util.register_pytree_with_keys)."
+        )
+    return leaves
+
+
+def kind_of(leaf: Any) -> str:
+    """How a leaf is stored; see `Leaf`."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return "key" if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else "array"
+    if isinstance(leaf, np.ndarray | np.generic):
+        return "array" if leaf.dtype.kind not in "OSUMm" and not leaf.dtype.fields else "other"
+    return "value" if isinstance(leaf, bool | int | float | complex | str) else "other"
+
+
+def key_impl(keys: Any) -> Any:
+    """The implementation of PRNG keys, of their shape alone too."""
+    found = []
+
+    def look(keys: Any) -> Any:
+        found.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    jax.eval_shape(look, keys)
+    return found[0]
+
+
+def describe(about: dict[str, Any]) -> str:
+    """A leaf in words, for errors."""
+    if "keys" in about:
+        return f"{about['keys']} keys as {about['dtype']}{about['shape']}"
+    if "dtype" in about:
+        return f"{about['dtype']}{about['shape']}"
+    if "python" in about:
+        return f"a Python {about['python']}"
+    return f"a {about['other']}, which is not stored"
+
+
+def as_python(about: dict[str, Any]) -> Any:
+    """A Python number or text from what the manifest says of it."""
+    value = about["value"]
+    if about["python"] == "complex":
+        return complex(*value)
+    return value
+
+
+def is_empty(about: dict[str, Any]) -> bool:
+    """Whether an array has no elements; Orbax stores none of those."""
+    return 0 in about["shape"]
+
+
+def _about_array(array: Any) -> dict[str, Any]:
+    return {"dtype": str(np.dtype(array.dtype)), "shape": list(array.shape)}
+
+
+def _as_json(value: Any) -> Any:
+    return [value.real, value.imag] if isinstance(value, complex) else value
+
+
+# On the way to Orbax and back, onto the shardings of `like`.
+
+
+def stored_form(leaf: Leaf) -> Any:
+    """What Orbax is given: an array over all processes, or NumPy's."""
+    if leaf.kind == "key":
+        return stored_form(Leaf(leaf.name, jax.random.key_data(leaf.value), "array"))
+    if not isinstance(leaf.value, jax.Array):
+        return np.asarray(leaf.value)
+    # One process's own array is the same on all, as is checked; process 0 writes it.
+    return np.asarray(leaf.value) if _is_of_one_process(leaf.value) else _readable(leaf.value)
+
+
+def _readable(array: jax.Array) -> jax.Array:
+    """The array, such that its shards can be read.
+
+    Of one that `jax.device_put` has replicated over several processes JAX 0.10 cannot say them.
+    """
+    try:
+        array.addressable_shards  # noqa: B018
+    except ValueError:
+        return jax.jit(lambda x: x, out_shardings=array.sharding)(array)
+    return array
+
+
+def is_local(leaf: Leaf) -> bool:
+    """Whether a leaf is each process's own, so that it could differ between them."""
+    return not isinstance(leaf.value, jax.Array) or leaf.value.is_fully_addressable
+
+
+def _is_of_one_process(array: jax.Array) -> bool:
+    return jax.process_count() > 1 and array.is_fully_addressable
+
+
+def restore_args(like: Leaf) -> ocp.RestoreArgs:
+    """How Orbax is to read a leaf."""
+    sharding = _sharding(like)
+    if sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def _sharding(like: Leaf) -> Any:
+    """The sharding that Orbax reads onto; `None` for arrays that are read as NumPy's."""
+    leaf = like.value
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
+        return None
+    if isinstance(leaf, jax.Array) and (_is_of_one_process(leaf) or not leaf.committed):
+        return None
+    if like.kind == "key" and isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf).sharding
+    return leaf.sharding
+
+
+def finished(like: Leaf, array: Any) -> Any:
+    """What was read, as the leaf it is to replace is."""
+    leaf = like.value
+    if isinstance(leaf, np.generic):
+        return array[()]
+    if isinstance(leaf, np.ndarray):
+        return array
+    if not isinstance(array, jax.Array):
+        placed = isinstance(leaf, jax.Array) and leaf.committed and like.kind != "key"
+        array = jax.device_put(array, leaf.sharding) if placed else jnp.asarray(array)
+    if like.kind == "key":
+        return jax.random.wrap_key_data(array, impl=key_impl(leaf))
+    return array
+
+
+def empty(about: dict[str, Any]) -> np.ndarray:
+    """An array without elements, which Orbax does not store."""
+    return np.zeros(about["shape"], jnp.dtype(about["dtype"]))
+
+
+# Whether a step has the leaves of `like`, in the same dtypes and shapes.
+
+
+def check_leaves(
+    like: Sequence[Leaf], saved: Mapping[str, Mapping[str, Any]], step: int, folder: str
+) -> None:
+    """Raise unless all leaves fit.
+
+    Raises:
+        CheckpointError: It says what is stored, what was asked for, and what to do.
+    """
+    asked = {leaf.name for leaf in like}
+    lacking = [name for name in asked if name not in saved]
+    beyond = [name for name in saved if name not in asked]
+    if lacking or beyond:
+        parts = []
+        if lacking:
+            parts.append(f"`like` has {_listed(sorted(lacking))}, which the step has not")
+        if beyond:
+            parts.append(f"the step has {_listed(sorted(beyond))}, which `like` has not")
+        raise CheckpointError(
+            f"step {step} in {folder} is of another structure: {'; '.join(parts)}. Make `like` "
+            "the way the state was made that was saved: the same model, optimizer and policy."
+        )
+    wrong = [leaf for leaf in like if not _fits(leaf, saved[leaf.name])]
+    if wrong:
+        leaf, stored = wrong[0], dict(saved[wrong[0].name])
+        others = f" {len(wrong) - 1} more leaves differ." if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"`{leaf.name}` of step {step} in {folder} is stored as {describe(stored)}; `like` "
+            f"asks for {describe(leaf.about())}, and nothing is cast.{others} "
+            f"{_advice(leaf, stored)}"
+        )
+
+
+def _fits(leaf: Leaf, stored: Mapping[str, Any]) -> bool:
+    asked = leaf.about()
+    # The values of Python's own leaves are what is restored, and another type is no other state.
+    ignored = ("digest", "value", "other")
+    kept = {name: value for name, value in stored.items() if name not in ignored}
+    return kept == {name: value for name, value in asked.items() if name not in ignored}
+
+
+def _advice(leaf: Leaf, stored: Mapping[str, Any]) -> str:
+    if leaf.kind == "array" and "dtype" in stored and "keys" not in stored:
+        dtype, shape = stored["dtype"], tuple(stored["shape"])
+        return (
+            f"Put `jax.ShapeDtypeStruct({shape}, '{dtype}')` there, or an array like that, and "
+            "cast what was restored."
+        )
+    return "Make `like` the way the state was made that was saved."
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
