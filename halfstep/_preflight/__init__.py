@@ -1,6 +1,10 @@
 """Will a step fit, on hardware that is not there?"""
 
-from halfstep._preflight.api import Preflight as Preflight, preflight as preflight
+from halfstep._preflight.api import (
+    Gemm as Gemm,
+    Preflight as Preflight,
+    preflight as preflight,
+)
 from halfstep._preflight.errors import (
     DoesNotFitError as DoesNotFitError,
     PreflightError as PreflightError,

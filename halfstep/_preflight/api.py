@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from halfstep._base import Progress
 from halfstep._preflight.compile.compiler import check_flags, compile_program
@@ -106,26 +106,25 @@ class Preflight:
             assert report["h100"].fits
             ```
         """
-        check_flags(flags)
+        options = _Options(
+            donate_argnums, mesh, shardings, memory_fraction, gemm, flags, timeout, cache
+        )
         if isinstance(targets, str | Target):
             targets = [targets]
         parsed = [parse_target(target) for target in targets]
         if not parsed:
             raise PreflightError('no target given; write targets="h100", say.')
-        settings = _Settings(memory_fraction, gemm, tuple(flags), timeout, cache)
-        cases = _cases(step, tuple(args), variants)
         prepared = [
-            _prepare(case, parsed, _numbers(donate_argnums), as_mesh(mesh), shardings, roles)
-            for case in cases
+            _prepare(case, parsed, options, roles) for case in _cases(step, tuple(args), variants)
         ]
         entries: list[PreflightEntry] = []
         with Progress(len(parsed) * len(prepared), show=progress) as bar:
             for target in parsed:
                 entries += _in_one_way(
-                    settings.gemm,
+                    options.gemm,
                     target,
                     lambda way, target=target: [
-                        _compile(case, target, way, settings, bar) for case in prepared
+                        _compile(case, target, way, options, bar) for case in prepared
                     ],
                 )
         return PreflightReport(tuple(entries))
@@ -189,23 +188,21 @@ class Preflight:
             assert found.entry.fits
             ```
         """
-        check_flags(flags)
+        options = _Options(
+            donate_argnums, mesh, shardings, memory_fraction, gemm, flags, timeout, cache
+        )
         parsed = parse_target(target)
-        settings = _Settings(memory_fraction, gemm, tuple(flags), timeout, cache)
 
         def find(way: str) -> LargestBatch:
             def compile_batch(batch: int) -> PreflightEntry:
                 step, args = step_for_batch(batch)
-                case = _Case(f"batch {batch}", step, tuple(args))
-                prepared = _prepare(
-                    case, [parsed], _numbers(donate_argnums), as_mesh(mesh), shardings, None
-                )
-                return _compile(prepared, parsed, way, settings, bar)
+                prepared = _prepare(_Case(f"batch {batch}", step, tuple(args)), [parsed], options)
+                return _compile(prepared, parsed, way, options, bar)
 
             return search(compile_batch, multiple_of=multiple_of, maximum=maximum)
 
         with Progress(None, show=progress) as bar:
-            return _in_one_way(gemm, parsed, find)
+            return _in_one_way(options.gemm, parsed, find)
 
 
 preflight = Preflight()
@@ -213,20 +210,32 @@ preflight = Preflight()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class _Options:
+    """The options that `preflight` and `largest_batch` share, as they were given, and checked."""
+
+    donate_argnums: int | Sequence[int]
+    mesh: MeshLike | None
+    shardings: Any
     memory_fraction: float | None
     gemm: Gemm
-    flags: tuple[str, ...]
+    flags: Sequence[str]
     timeout: float | None
     cache: bool
 
     def __post_init__(self) -> None:
+        check_flags(self.flags)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise PreflightError(
                 f"memory_fraction is a share, above 0 and at most 1; got {self.memory_fraction}."
             )
-        if self.gemm not in ("auto", "triton", "library"):
+        if self.gemm not in get_args(Gemm):
             raise PreflightError(f'gemm must be "auto", "triton" or "library"; got {self.gemm!r}.')
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """The numbers of the donated arguments."""
+        numbers = self.donate_argnums
+        return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,10 +250,6 @@ class _Prepared:
     case: _Case
     programs: Mapping[str, Program]
     arguments: tuple[Argument, ...]
-
-
-def _numbers(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
 
 
 def _cases(
@@ -268,10 +273,8 @@ def _cases(
 def _prepare(
     case: _Case,
     targets: Sequence[Target],
-    donate: tuple[int, ...],
-    mesh: Any,
-    shardings: Any,
-    roles: Mapping[str, str] | None,
+    options: _Options,
+    roles: Mapping[str, str] | None = None,
 ) -> _Prepared:
     programs: dict[str, Program] = {}
     lowered: dict[tuple[str, tuple[int, int] | None], Program] = {}
@@ -286,9 +289,9 @@ def _prepare(
                     case.step,
                     case.args,
                     platform=platform,
-                    donate_argnums=donate,
-                    mesh=mesh,
-                    shardings=shardings,
+                    donate_argnums=options.donated,
+                    mesh=as_mesh(options.mesh),
+                    shardings=options.shardings,
                     device_kind=accelerator.pallas_name,
                 )
             # Most programs are the same for all GPUs: they are lowered once.
@@ -301,7 +304,7 @@ def _prepare(
 
 
 def _compile(
-    prepared: _Prepared, target: Target, gemm: str, settings: _Settings, bar: Progress
+    prepared: _Prepared, target: Target, gemm: str, options: _Options, bar: Progress
 ) -> PreflightEntry:
     bar.begin(f"{target.name}, {prepared.case.name}")
     program = prepared.programs[target.accelerator.name]
@@ -309,13 +312,13 @@ def _compile(
         program,
         target,
         gemm=gemm,
-        flags=settings.flags,
-        timeout=settings.timeout,
-        cache=settings.cache,
+        flags=tuple(options.flags),
+        timeout=options.timeout,
+        cache=options.cache,
     )
     bar.done()
     return make_entry(
-        prepared.case.name, program, compiled, target, prepared.arguments, settings.memory_fraction
+        prepared.case.name, program, compiled, target, prepared.arguments, options.memory_fraction
     )
 
 

@@ -7,11 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from halfstep._explain import LintError
 from halfstep._preflight import (
     DoesNotFitError,
+    Gemm,
     PreflightComparison,
     PreflightEntry,
     PreflightError,
@@ -111,7 +112,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--memory-fraction", type=float, help="share of the device's memory (GPU: 0.75, TPU: 1)"
     )
-    parser.add_argument("--gemm", choices=("auto", "triton", "library"), default="auto")
+    parser.add_argument("--gemm", choices=get_args(Gemm), default="auto")
     parser.add_argument(
         "--flag", action="append", default=[], help="for XLA: --flag=--xla_gpu_...; repeatable"
     )
