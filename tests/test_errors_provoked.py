@@ -19,16 +19,16 @@ from halfstep._preflight.target.mesh import find_mesh
 from halfstep.cli import main
 from halfstep.cli._command import CommandError, answer, policy
 from halfstep.cli._load import load
-from halfstep.debug._compare import plot as _comparison_plot
-from halfstep.debug._record import plot as _plot
+from halfstep.debug._compare.comparison_report import draw_comparison
+from halfstep.debug._record.debug_report import draw_map
 
 
 @pytest.mark.parametrize(
     ("plot", "message"),
     [
         (_rendering.plot, "drawing a report needs matplotlib"),
-        (_comparison_plot.plot, "drawing a comparison needs matplotlib"),
-        (_plot.plot, r"drawing a report needs matplotlib.*\[plot\]"),
+        (draw_comparison, "drawing a comparison needs matplotlib"),
+        (draw_map, r"drawing a report needs matplotlib.*\[plot\]"),
     ],
 )
 def test_pictures_need_matplotlib(plot: Any, message: str, monkeypatch: pytest.MonkeyPatch):

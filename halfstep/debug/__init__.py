@@ -6,8 +6,8 @@ from halfstep.debug._compare.bisection import (
     Needed as Needed,
 )
 from halfstep.debug._compare.compare import compare as compare
-from halfstep.debug._compare.comparison import Comparison as Comparison
-from halfstep.debug._compare.deviation import (
+from halfstep.debug._compare.comparison_report import (
+    Comparison as Comparison,
     Deviation as Deviation,
     GradientDeviation as GradientDeviation,
 )
@@ -15,19 +15,18 @@ from halfstep.debug._compare.distance import Distance as Distance
 from halfstep.debug._instrument.site import Site as Site
 from halfstep.debug._instrument.stats import Range as Range
 from halfstep.debug._live.live import Live as Live
-from halfstep.debug._nonfinite.finding import (
+from halfstep.debug._nonfinite.first_nonfinite import (
     NonFinite as NonFinite,
     Operand as Operand,
+    first_nonfinite as first_nonfinite,
 )
-from halfstep.debug._nonfinite.first import first_nonfinite as first_nonfinite
 from halfstep.debug._record.capture import (
     Capture as Capture,
     load_capture as load_capture,
 )
-from halfstep.debug._record.history import Trace as Trace
-from halfstep.debug._record.log import Log as Log
+from halfstep.debug._record.debug_report import DebugReport as DebugReport, Trace as Trace
 from halfstep.debug._record.record import (
+    Log as Log,
     Recorder as Recorder,
     record as record,
 )
-from halfstep.debug._record.report import DebugReport as DebugReport

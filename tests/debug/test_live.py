@@ -25,12 +25,12 @@ from halfstep._explain.entry import Typed
 from halfstep._program.sources import Source
 from halfstep.debug._live import (
     live as _live,
-    plot as _live_plot,
+    panels as _live_panels,
     read as _live_read,
     show as _live_show,
 )
 from halfstep.debug._live.history import History, Part
-from halfstep.debug._live.shares import Sites
+from halfstep.debug._live.read import Sites
 
 
 class FakeBar:
@@ -441,11 +441,11 @@ def test_picture(points, tmp_path):
     live = _run(points)
     live.plot(tmp_path / "live.png")
     assert (tmp_path / "live.png").read_bytes().startswith(b"\x89PNG")
-    panels = _live_plot.panels_of(live._history)
+    panels = _live_panels.panels_of(live._history)
     shares = ("underflow", "overflow")
     assert list(panels.values()) == [("loss",), ("loss_scale",), shares, ("lr",)]
     if points == 2048:
-        assert list(np.flatnonzero(_live_plot.skipped_points(live._history))) == [8, 17, 26, 35]
+        assert list(np.flatnonzero(_live_panels.skipped_points(live._history))) == [8, 17, 26, 35]
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_only_panels_with_data(numbers, panels, tmp_path):
     live = debug.Live()
     live.update(0, **numbers)
     live.plot(tmp_path / "live.png")
-    assert list(_live_plot.panels_of(live._history)) == panels
+    assert list(_live_panels.panels_of(live._history)) == panels
 
 
 def test_nothing_to_draw(tmp_path):
@@ -473,7 +473,7 @@ def test_a_run_that_goes_on_was_not_skipped_at_its_start():
     live = debug.Live()
     for step, skipped in ((100, 7), (101, 7), (102, 8)):
         live.update(step, skipped=skipped)
-    assert list(_live_plot.skipped_points(live._history)) == [False, False, True]
+    assert list(_live_panels.skipped_points(live._history)) == [False, False, True]
 
 
 # How it is shown.

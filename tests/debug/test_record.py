@@ -10,7 +10,7 @@ import pytest
 import halfstep
 from halfstep import debug
 from halfstep.debug._instrument.stats import Column
-from halfstep.debug._record import report as _report
+from halfstep.debug._record import debug_report as _debug_report
 
 
 def _step(w, x):
@@ -130,9 +130,9 @@ def test_a_map_of_many_sites_shows_those_that_matter(tmp_path):
     log, _ = jax.jit(recorder)(recorder.init(x), x)
     report = log.report()
     assert report.found is not None
-    assert len(report.sites) > _report._SITES
-    chosen = _report._drawn(report)
-    assert len(chosen) == _report._SITES
+    assert len(report.sites) > _debug_report._SITES
+    chosen = _debug_report._drawn(report)
+    assert len(chosen) == _debug_report._SITES
     places = {id(trace): place for place, trace in enumerate(report.sites)}
     order = [places[id(trace)] for trace in chosen]
     assert order == sorted(set(order))

@@ -1,15 +1,22 @@
 """`bisect`: which parts of a function must stay in float32, found with few trials."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from halfstep._autocast import Plan, Rule, decided
 from halfstep._base import Progress
 from halfstep._policy import Operation, Outcome, Policy, PrecisionRule, as_policy
+from halfstep._program import Finder
 from halfstep.debug._compare.bisection import Bisection, Needed
-from halfstep.debug._compare.candidates import Lowered, by_scope, inside, lines, lowered
 from halfstep.debug._compare.compare import compare
 from halfstep.debug._compare.measure import Measure, Trials
+
+T = TypeVar("T")
+# Up to so many, each is left out in turn: bisection would not take fewer trials if half are needed.
+_FEW = 16
 
 
 def bisect(
@@ -86,7 +93,7 @@ def bisect(
         )
     outcome: Outcome = "float32" if policy.recipe is None else "compute"
     trials = Trials(func, batches, has_aux=has_aux, measure=measure)
-    operations = [one for one in lowered(trials.plan(policy)) if _concerned(one, policy)]
+    operations = [one for one in _lowered(trials.plan(policy)) if _concerned(one, policy)]
     with Progress(None, show=progress) as bar:
 
         def is_enough(rules: tuple[PrecisionRule, ...]) -> bool:
@@ -100,7 +107,7 @@ def bisect(
         units: Sequence[PrecisionRule] = ()
         before = trials.error(policy)
         found: tuple[PrecisionRule, ...] = ()
-        units = by_scope(operations, outcome)
+        units = _by_scope(operations, outcome)
         count = len(units)
         if before > tolerance:
             if not is_enough(tuple(units)):
@@ -111,14 +118,14 @@ def bisect(
             trials.compiles += 1
             units = _promising(units, added)
             found = smallest(units, is_enough)
-            finer = inside(found, operations)
+            finer = _inside(found, operations)
             if refine and finer != found and is_enough(finer):
                 units = _promising(finer, added)
                 found = smallest(units, is_enough)
         error = trials.error(_with(policy, found, outcome))
     return Bisection(
         trials.without_idle_rules(policy.replace(rules=(*found, *policy.rules))),
-        tuple(Needed(rule, lines(rule, operations)) for rule in found),
+        tuple(Needed(rule, _lines(rule, operations)) for rule in found),
         tolerance,
         before,
         error,
@@ -129,7 +136,85 @@ def bisect(
     )
 
 
-def _concerned(one: Lowered, policy: Policy) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Lowered:
+    """An operation that a policy runs in few bits."""
+
+    name: str
+    scope: str
+    line: str
+    in_recipe: bool
+
+    @property
+    def operation(self) -> Operation:
+        """As rules see it."""
+        return Operation(self.name, self.scope, {}, (), ())
+
+
+def _lowered(plan: Plan) -> list[_Lowered]:
+    """The operations that run in the compute dtype, but for those that only move values."""
+    finder, found = Finder(), []
+    for owner, index in decided(plan):
+        node, decision = owner.graph.nodes[index], owner.decisions[index]
+        low = decision.dtype == owner.settings.compute and decision.rule is not Rule.FOLLOW
+        if decision.inner is None and (low or decision.site is not None):
+            line = finder.find(node.source.traceback).short
+            scope = "/".join(part for part in node.scope.split("/") if part)
+            found.append(_Lowered(node.name, scope, line, decision.site is not None))
+    return found
+
+
+def _by_scope(operations: Sequence[_Lowered], outcome: Outcome) -> tuple[PrecisionRule, ...]:
+    """A rule for each scope, the innermost first, and for each operation that is in none."""
+    scopes = {operation.scope for operation in operations if operation.scope}
+    ordered = sorted(scopes, key=lambda scope: -scope.count("/"))
+    outside = dict.fromkeys(operation.name for operation in operations if not operation.scope)
+    if any(operation.in_recipe for operation in operations):
+        # A recipe's products are single operations, and so are their rules.
+        return _by_operation(operations, outcome)
+    rules = [PrecisionRule(outcome, scope=_pattern(scope)) for scope in ordered]
+    return _different([*rules, *(PrecisionRule(outcome, op=_pattern(name)) for name in outside)])
+
+
+def _by_operation(operations: Sequence[_Lowered], outcome: Outcome) -> tuple[PrecisionRule, ...]:
+    """A rule for each operation in each scope."""
+    pairs = dict.fromkeys((operation.scope, operation.name) for operation in operations)
+    ordered = sorted(pairs, key=lambda pair: -len(pair[0].split("/")) if pair[0] else 0)
+    return _different(
+        PrecisionRule(outcome, op=_pattern(name), scope=_pattern(scope) if scope else None)
+        for scope, name in ordered
+    )
+
+
+def _inside(
+    rules: Sequence[PrecisionRule], operations: Sequence[_Lowered]
+) -> tuple[PrecisionRule, ...]:
+    """Rules for the single operations that other rules are for."""
+    made: list[PrecisionRule] = []
+    for rule in rules:
+        concerned = [one for one in operations if rule.matches(one.operation)]
+        made += [rule] if rule.op else _by_operation(concerned, rule.outcome)  # pyright: ignore[reportArgumentType]
+    return _different(made)
+
+
+def _lines(rule: PrecisionRule, operations: Sequence[_Lowered]) -> tuple[str, ...]:
+    """The lines of the user's code that a rule is for."""
+    found = dict.fromkeys(one.line for one in operations if rule.matches(one.operation))
+    return tuple(found)
+
+
+def _pattern(name: str) -> str:
+    # What separates the parts of a policy's text cannot be in a rule; any one character can.
+    return re.sub(r"[,=@:\s]", "?", name)
+
+
+def _different(
+    rules: Iterator[PrecisionRule] | Sequence[PrecisionRule],
+) -> tuple[PrecisionRule, ...]:
+    return tuple(dict.fromkeys(rules))
+
+
+def _concerned(one: _Lowered, policy: Policy) -> bool:
     return one.in_recipe or policy.recipe is None
 
 
@@ -173,12 +258,6 @@ def _impossible(error: float, tolerance: float) -> str:
         f"is {got}. Allow a larger tolerance, or look at the function in float32: "
         "`debug.first_nonfinite` says where it is not finite."
     )
-
-
-T = TypeVar("T")
-
-# Up to so many, each is left out in turn: bisection would not take fewer trials if half are needed.
-_FEW = 16
 
 
 def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from halfstep._base import Report, aligned, html_table
 from halfstep._policy import Policy, PrecisionRule
 from halfstep._version import __version__
-from halfstep.debug._compare.comparison import share
+from halfstep.debug._compare.comparison_report import share
 
 _HEAD = (("rule", False), ("lines", False))
 # So many lines are named.

@@ -20,15 +20,13 @@ from halfstep._autocast import (
 from halfstep._explain import name_of
 from halfstep._policy import Policy, as_policy
 from halfstep._training import F8Scaling
-from halfstep.debug._compare.comparison import Comparison
-from halfstep.debug._compare.deviation import Deviation, GradientDeviation
+from halfstep.debug._compare.added_error import Errors
+from halfstep.debug._compare.comparison_report import Comparison, Deviation, GradientDeviation
 from halfstep.debug._compare.distance import distance, sums, was_computed
-from halfstep.debug._compare.errors import Errors
-from halfstep.debug._compare.measure import gradients_of, is_loss, scaling_for
+from halfstep.debug._compare.measure import CompiledAsWritten, gradients_of, is_loss, scaling_for
 from halfstep.debug._compare.side_by_side import run_both
 from halfstep.debug._instrument.body import Body, body_of
-from halfstep.debug._instrument.layout import Layout
-from halfstep.debug._instrument.trace import Compiled, Sites, layout_for
+from halfstep.debug._instrument.layout import Layout, Sites, layout_for
 
 
 def compare(
@@ -108,7 +106,7 @@ def compare(
             of_results = [sums(a, b) for a, b, out in pairs if _is_float(plan.graph.aval(out))]
             return of_results, made.rows
 
-        of_results, rows = Compiled(both)(call.arrays, slots)
+        of_results, rows = CompiledAsWritten(both)(call.arrays, slots)
         deviations = _deviations(layout, plan, [np.asarray(row) for row in rows])
         of_gradients: tuple[GradientDeviation, ...] = ()
         if gradients and is_loss(plan.graph, has_aux):
@@ -165,7 +163,7 @@ def _of_gradients(
         pairs = [made(*args, **kwargs).gradients for made in (low, wide)]
         return {path: sums(pairs[0][path], value) for path, value in pairs[1].items()}
 
-    found = Compiled(both)(*args, **kwargs)
+    found = CompiledAsWritten(both)(*args, **kwargs)
     return tuple(
         GradientDeviation(path, tuple(float(x) for x in np.asarray(row)))
         for path, row in found.items()

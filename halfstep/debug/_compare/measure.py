@@ -10,12 +10,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from halfstep._autocast import Plan, decided, rewritten, settings_of, trace
-from halfstep._base import path_string
+from halfstep._base import is_array, path_string
 from halfstep._policy import Policy, as_policy
 from halfstep._program import Graph
 from halfstep._training import NoLossScaling, StaticLossScaling, filter_value_and_grad
 from halfstep.debug._compare.distance import distance, sums
-from halfstep.debug._instrument.trace import Compiled
 
 Measure = Callable[[Policy], float]
 """The error of a policy, as a share."""
@@ -69,10 +68,10 @@ class Trials:
     def _error(self, policy: Policy) -> float:
         if self._exact is None:
             self.compiles += 1
-            exact = Compiled(self._function(as_policy("f32")))
+            exact = CompiledAsWritten(self._function(as_policy("f32")))
             self._exact = [exact(*batch) for batch in self._batches]
             _check_finite(self._exact)
-        low = Compiled(self._function(policy))
+        low = CompiledAsWritten(self._function(policy))
         found = [
             _apart(low(*batch), exact)
             for batch, exact in zip(self._batches, self._exact, strict=True)
@@ -175,3 +174,31 @@ def gradients_of(
         return Gradients(value[0] if has_aux else value, named)
 
     return made
+
+
+class CompiledAsWritten:
+    """A function that is compiled such that every operation is rounded as it is written.
+
+    Where XLA may keep more bits than a dtype has, as on CPUs, what overflows elsewhere does not
+    overflow there. The program goes when this object goes: a search compiles hundreds, and
+    Equinox's `filter_jit` keeps all that it ever compiled.
+    """
+
+    def __init__(self, func: Callable[..., Any]):
+        self._func = func
+        self._static: Any = None
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The arrays of what the function returns."""
+        arrays, static = eqx.partition((args, kwargs), is_array)
+        if self._run is None or not eqx.tree_equal(static, self._static):
+            func = self._func
+
+            def run(arrays: Any) -> Any:
+                args, kwargs = eqx.combine(arrays, static)
+                return eqx.filter(func(*args, **kwargs), eqx.is_array)
+
+            options: Any = {"xla_allow_excess_precision": False}
+            self._static, self._run = static, jax.jit(run, compiler_options=options)
+        return self._run(arrays)

@@ -7,6 +7,11 @@ from typing import Any
 
 import numpy as np
 
+# The numbers that the live view knows by name; all others are the user's own.
+LOSS, SCALE, SKIPPED, IN_A_ROW = "loss", "loss_scale", "skipped", "skipped_in_a_row"
+UNDERFLOW, OVERFLOW = "underflow", "overflow"
+KNOWN = (LOSS, SCALE, SKIPPED, IN_A_ROW, UNDERFLOW, OVERFLOW)
+
 
 class Part(IntEnum):
     """What is kept of a number in a point, by position."""

@@ -12,13 +12,29 @@ import jax
 
 from halfstep._base import Report
 from halfstep._training import Ledger, NoLossScaling
-from halfstep.debug._live import text as texts
-from halfstep.debug._live.history import History
-from halfstep.debug._live.plot import plot
-from halfstep.debug._live.read import Taken, check, take
-from halfstep.debug._live.shares import Shares, Sites, Worst
-from halfstep.debug._live.show import Display, Style, display
-from halfstep.debug._record.log import Log
+from halfstep.debug._live.history import (
+    IN_A_ROW,
+    LOSS,
+    OVERFLOW,
+    SCALE,
+    SKIPPED,
+    UNDERFLOW,
+    History,
+)
+from halfstep.debug._live.panels import draw_panels
+from halfstep.debug._live.read import Shares, Sites, Taken, Worst, check, take
+from halfstep.debug._live.show import (
+    Display,
+    Style,
+    display,
+    headline,
+    html_of,
+    line_of,
+    table_of,
+    text_of,
+    worst_line,
+)
+from halfstep.debug._record.record import Log
 
 # So many updates may wait for the device. When there are more, it has that many steps to do, and
 # waiting for the first of them does not stall it.
@@ -114,7 +130,7 @@ class Live(Report):
     @property
     def line(self) -> str:
         """The newest values on one line; empty if nothing was read. It waits for nothing."""
-        return texts.line(self._latest, self._shares, self._name_above)
+        return line_of(self._latest, self._shares, self._name_above)
 
     def update(
         self,
@@ -159,7 +175,7 @@ class Live(Report):
         if number % self._every:
             return False
         given = _numbers(loss, scaling, ledger)
-        made = {*given, *(() if log is None else (texts.UNDERFLOW, texts.OVERFLOW))}
+        made = {*given, *(() if log is None else (UNDERFLOW, OVERFLOW))}
         if twice := made & numbers.keys():
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in sorted(twice))} is given twice: by name, and "
@@ -195,14 +211,14 @@ class Live(Report):
     def summary(self) -> str:
         """The run so far, as a table. It waits for what was given."""
         self.flush()
-        return texts.text(*self._parts())
+        return text_of(*self._parts())
 
     def __str__(self) -> str:
         return self.summary()
 
     def _repr_html_(self) -> str:
         self.flush()
-        return texts.html(*self._parts())
+        return html_of(*self._parts())
 
     def to_dict(self) -> dict[str, Any]:
         """The history as plain values. It waits for what was given."""
@@ -230,17 +246,17 @@ class Live(Report):
         """
         self.flush()
         if self._is_first:
-            plot(self._history, path)
+            draw_panels(self._history, path)
 
     def _parts(self) -> tuple[str, list[list[str]], list[str]]:
         if not self._is_first:
             return "only process 0 keeps the numbers", [], []
         notes = [
-            texts.worst_line(name, *self._worst[name])
-            for name in (texts.UNDERFLOW, texts.OVERFLOW)
+            worst_line(name, *self._worst[name])
+            for name in (UNDERFLOW, OVERFLOW)
             if name in self._worst
         ]
-        return texts.headline(self._history), texts.rows(self._history, self._latest), notes
+        return headline(self._history), table_of(self._history, self._latest), notes
 
     def _sites_of(self, log: Log) -> Sites:
         if self._sites is None or self._sites.sites is not log.sites:
@@ -264,9 +280,9 @@ class Live(Report):
     def _keep(self, taken: Taken) -> None:
         numbers, shares = taken.read()
         if shares is not None:
-            numbers |= {texts.UNDERFLOW: shares.underflow, texts.OVERFLOW: shares.overflow}
+            numbers |= {UNDERFLOW: shares.underflow, OVERFLOW: shares.overflow}
             self._shares = shares
-            for name in (texts.UNDERFLOW, texts.OVERFLOW):
+            for name in (UNDERFLOW, OVERFLOW):
                 worst: Worst = getattr(shares, f"most_{name}")
                 before = self._worst.get(name)
                 if worst.share > (0 if before is None else before[0].share):
@@ -281,14 +297,14 @@ class Live(Report):
         draw = now or moment - self._shown >= _PAUSE
         if draw:
             self._shown = moment
-        bad_loss = not math.isfinite(self._latest.get(texts.LOSS, 0.0))
-        alarm = bad_loss or self._latest.get(texts.IN_A_ROW, 0.0) > 0
+        bad_loss = not math.isfinite(self._latest.get(LOSS, 0.0))
+        alarm = bad_loss or self._latest.get(IN_A_ROW, 0.0) > 0
         self._display.show(line, alarm=alarm, draw=draw)
 
 
 def _numbers(loss: Any, scaling: Any, ledger: Ledger | None) -> dict[str, Any]:
     """What comes from the training state, by name."""
-    found = {} if loss is None else {texts.LOSS: loss}
+    found = {} if loss is None else {LOSS: loss}
     # That of a recipe has a loss scaling of its own.
     if scaling is not None and not isinstance(getattr(scaling, "loss", scaling), NoLossScaling):
         if not hasattr(scaling, "loss_scaling"):
@@ -296,7 +312,7 @@ def _numbers(loss: Any, scaling: Any, ledger: Ledger | None) -> dict[str, Any]:
                 "`scaling` must be a loss scaling, with an attribute `loss_scaling`; got "
                 f"{type(scaling).__name__}. Give a scale of your own as `loss_scale`."
             )
-        found[texts.SCALE] = scaling.loss_scaling
+        found[SCALE] = scaling.loss_scaling
     if ledger is not None:
-        found |= {texts.SKIPPED: ledger.skipped, texts.IN_A_ROW: ledger.consecutive}
+        found |= {SKIPPED: ledger.skipped, IN_A_ROW: ledger.consecutive}
     return found

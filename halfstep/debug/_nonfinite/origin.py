@@ -16,7 +16,7 @@ _ORDER = MappingProxyType({"forward": 0, "backward": 1, "update": 2})
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """Where it began."""
 
     row: int
@@ -29,7 +29,7 @@ class Origin:
     """Whether anything that is not finite reaches a result, or a check of one."""
 
 
-def origin(layout: Layout, rows: np.ndarray) -> Origin | None:
+def origin(layout: Layout, rows: np.ndarray) -> NonFiniteOrigin | None:
     """Where the values of one run that are not finite began, if there are any."""
     bad = np.flatnonzero(rows[:, Column.BAD] > 0)
     return _Search(layout, rows).find(bad.tolist()) if bad.size else None
@@ -50,7 +50,7 @@ class _Search:
         self._place(layout.body, ())
         self.found: dict[int, list[int]] = {}
 
-    def find(self, bad: list[int]) -> Origin | None:
+    def find(self, bad: list[int]) -> NonFiniteOrigin | None:
         returned = self._bad_rows(self.parents.of_outputs())
         if returned:
             return self._from(returned, reaches=True)
@@ -59,7 +59,7 @@ class _Search:
         checked = [row for row in ends if self.parents.is_checked(row)]
         return self._from(checked or ends or bad, reaches=bool(checked))
 
-    def _from(self, ends: list[int], *, reaches: bool) -> Origin:
+    def _from(self, ends: list[int], *, reaches: bool) -> NonFiniteOrigin:
         below: dict[int, int | None] = dict.fromkeys(ends)
         waiting = list(ends)
         while waiting:
@@ -77,7 +77,7 @@ class _Search:
         chain = [first]
         while (after := below[chain[-1]]) is not None and after not in chain:
             chain.append(after)
-        return Origin(first, None if nan == first else nan, tuple(chain), reaches)
+        return NonFiniteOrigin(first, None if nan == first else nan, tuple(chain), reaches)
 
     def _above(self, row: int) -> list[int]:
         """The values that are not finite which a value is made of."""

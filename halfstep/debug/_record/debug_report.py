@@ -1,26 +1,85 @@
-"""What a log says."""
+"""The report of a log: where it began, and what came before, as text, HTML and a picture."""
 
 import dataclasses
 import html as escaping
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from halfstep._base import ABSENT, Report, aligned, html_table, percent
+from halfstep._base import ABSENT, Report, aligned, figure_of, html_table, percent
 from halfstep.debug._instrument.ancestors import Parents
 from halfstep.debug._instrument.layout import Layout
+from halfstep.debug._instrument.site import Site
 from halfstep.debug._instrument.stats import Column
-from halfstep.debug._nonfinite.finding import NonFinite, finding
+from halfstep.debug._nonfinite.first_nonfinite import NonFinite, finding
 from halfstep.debug._nonfinite.origin import origin
-from halfstep.debug._record.history import Trace, trace_of
-from halfstep.debug._record.plot import plot
 
 # How many of the sites before the first bad one are shown.
 _UPSTREAM = 8
 # So many steps fit on a line, and so many sites on a picture.
 _STEPS, _SITES = 6, 60
 _COLUMNS = ("site", "pass", "scope")
+_BAD = "#d32f2f"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A site in the last steps.
+
+    Attributes:
+        site: What and where it is.
+        absmax: The largest magnitude in each step; infinite or NaN if an element was.
+        smallest: The smallest magnitude that is not zero.
+        bad: How many elements were not finite.
+        below: The share of elements below the compute dtype's smallest normal number.
+        above: The share of elements above its largest.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        recorder = halfstep.debug.record(lambda x: x * 100, compute="float16")
+        x = jnp.ones(2)
+        log = recorder.init(x)
+        for _ in range(3):
+            log, x = jax.jit(recorder)(log, x)
+        trace = log.report().sites[-1]
+        assert isinstance(trace, halfstep.debug.Trace)
+        assert trace.absmax == (1e2, 1e4, 1e6)
+        assert trace.above == (0, 0, 1)
+        ```
+    """
+
+    site: Site
+    absmax: tuple[float, ...]
+    smallest: tuple[float, ...]
+    bad: tuple[int, ...]
+    below: tuple[float, ...]
+    above: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {**dataclasses.asdict(self), "site": self.site.to_dict()}
+
+
+def trace_of(site: Site, rows: np.ndarray) -> Trace:
+    """A site in the steps whose rows are given."""
+
+    def column(which: Column) -> tuple[float, ...]:
+        return tuple(float(number) for number in rows[:, which])
+
+    return Trace(
+        site,
+        column(Column.ABSMAX),
+        column(Column.SMALLEST),
+        tuple(int(number) for number in rows[:, Column.BAD]),
+        column(Column.BELOW),
+        column(Column.ABOVE),
+    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -91,7 +150,7 @@ class DebugReport(Report):
             path: The file. Needs `halfstep[plot]`.
         """
         bad = None if self.found is None else self.found.site
-        plot(_drawn(self), self.steps, bad, path)
+        draw_map(_drawn(self), self.steps, bad, path)
 
 
 def report(layout: Layout, rows: np.ndarray, steps: range, step: int | None) -> DebugReport:
@@ -252,3 +311,54 @@ def _html(report: DebugReport) -> str:
 def _magnitude(value: float) -> str:
     """A magnitude for people; nothing for what was not computed."""
     return ABSENT if value == -1 else f"{value:.3g}"
+
+
+def draw_map(
+    traces: Sequence[Trace],
+    steps: Sequence[int],
+    bad_site: Site | None,
+    path: str | os.PathLike[str],
+) -> None:
+    """Draw the sites of a report into a file.
+
+    Args:
+        traces: The sites, in the order of a run.
+        steps: The numbers of the steps.
+        bad_site: The first one that was not finite, if any was.
+        path: The file.
+    """
+    figure = figure_of("a report")
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    values = np.asarray([trace.absmax for trace in traces]).reshape(len(traces), -1)
+    figure.set_size_inches(4.5 + 0.22 * max(10, values.shape[1]), 1.6 + 0.2 * len(traces))
+    bad = np.asarray([trace.bad for trace in traces]).reshape(values.shape) > 0
+    known = np.isfinite(values) & (values > 0)
+    magnitudes = np.full(values.shape, np.nan)
+    magnitudes[known] = np.log2(values[known])
+    colors = colormaps["viridis"].with_extremes(bad="#eeeeee")
+    axes = figure.add_subplot()
+    first = steps[0] if steps else 0
+    extent = (first - 0.5, first + values.shape[1] - 0.5, len(traces) - 0.5, -0.5)
+    image = axes.imshow(
+        magnitudes, aspect="auto", cmap=colors, extent=extent, interpolation="nearest"
+    )
+    red = np.zeros((*values.shape, 4))
+    red[bad] = (*(int(_BAD[i : i + 2], 16) / 255 for i in (1, 3, 5)), 1.0)
+    axes.imshow(red, aspect="auto", extent=extent, interpolation="nearest")
+    axes.set_yticks(range(len(traces)), [_name(trace) for trace in traces], fontsize=7)
+    if bad_site is not None:
+        for label, trace in zip(axes.get_yticklabels(), traces, strict=True):
+            if trace.site == bad_site:
+                label.set_color(_BAD)
+                label.set_fontweight("bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step; red: not finite, gray: all zero or not computed")
+    figure.colorbar(image, label="largest magnitude, as a power of 2", shrink=0.8)
+    figure.savefig(path, dpi=150)
+
+
+def _name(trace: Trace) -> str:
+    site = trace.site
+    return site.path or f"{site.source.short} {site.op}, {site.stage}"

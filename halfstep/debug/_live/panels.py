@@ -6,14 +6,22 @@ from typing import Any
 import numpy as np
 
 from halfstep._base import figure_of
-from halfstep.debug._live.history import History, Part
-from halfstep.debug._live.text import KNOWN, LOSS, OVERFLOW, SCALE, SKIPPED, UNDERFLOW
+from halfstep.debug._live.history import (
+    KNOWN,
+    LOSS,
+    OVERFLOW,
+    SCALE,
+    SKIPPED,
+    UNDERFLOW,
+    History,
+    Part,
+)
 
 # Colors that stay apart for color-blind readers.
 _COLORS, _BAD = ("#0072b2", "#e69f00"), "#d32f2f"
 
 
-def plot(history: History, path: str | os.PathLike[str]) -> None:
+def draw_panels(history: History, path: str | os.PathLike[str]) -> None:
     """Draw a history into a file."""
     figure = figure_of("the live view")
     from matplotlib.ticker import FuncFormatter, MaxNLocator
