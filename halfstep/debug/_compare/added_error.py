@@ -39,6 +39,7 @@ class Errors:
         row, loops = self._rows[number], len(self._layout.sites[number].loops)
         if row.ndim == 1:
             return Added(self._before(number, (0.0,) * loops))
+        # A site in a branch inside of a loop is computed in some turns only.
         flat = row.reshape(-1, row.shape[-1])
         places = [place for place, one in enumerate(flat) if was_computed(one)]
         errors = [distance(flat[place]).error for place in places]

@@ -84,7 +84,9 @@ def bisect(
     """
     policy = as_policy(policy)
     if not batches:
-        raise ValueError("bisect needs at least one batch: [(params, batch), ...]; got none.")
+        raise ValueError(
+            f"bisect needs at least one batch: [(params, batch), ...]; got {batches!r}."
+        )
     if not isinstance(batches[0], tuple | list):
         raise TypeError(
             "`batches` is a list of the arguments of each call: [(params, batch), ...]; its first "
@@ -111,13 +113,22 @@ def bisect(
         count = len(units)
         if before > tolerance:
             if not is_enough(tuple(units)):
+                least = trials.error(_with(policy, units, outcome))
+                got = "not finite" if math.isinf(least) else f"{least:.2g}"
                 raise ValueError(
-                    _impossible(trials.error(_with(policy, units, outcome)), tolerance)
+                    f"required an error of at most {tolerance:g}; with all candidates taken out of "
+                    f"few bits it is {got}. Allow a larger tolerance, or look at the function in "
+                    "float32: `debug.first_nonfinite` says where it is not finite."
                 )
+            # One program more, to know where to look first: the search takes the fewest trials when
+            # what is needed is at the beginning of the list.
             added = _added(func, batches[0], policy)
             trials.compiles += 1
             units = _promising(units, added)
             found = smallest(units, is_enough)
+            # Scopes came first, as there are far fewer of them than operations. Their operations
+            # alone may not be enough, since a scope also has those that only follow their operands:
+            # then the scopes stay.
             finer = _inside(found, operations)
             if refine and finer != found and is_enough(finer):
                 units = _promising(finer, added)
@@ -156,6 +167,7 @@ def _lowered(plan: Plan) -> list[_Lowered]:
     finder, found = Finder(), []
     for owner, index in decided(plan):
         node, decision = owner.graph.nodes[index], owner.decisions[index]
+        # What only follows its operands is wide as soon as they are.
         low = decision.dtype == owner.settings.compute and decision.rule is not Rule.FOLLOW
         if decision.inner is None and (low or decision.site is not None):
             line = finder.find(node.source.traceback).short
@@ -233,6 +245,7 @@ def _added(
     func: Callable[..., Any], args: Sequence[Any], policy: Policy
 ) -> list[tuple[Operation, float]]:
     """The operations that add error, and how much."""
+    # `compare` would have to be given the recipe's state: the list stays in its order.
     if policy.recipe is not None and policy.recipe.needs_state:
         return []
     report = compare(func, policy, sites="ops", gradients=False)(*args)
@@ -251,15 +264,6 @@ def _promising(
     return tuple(sorted(units, key=lambda rule: -promise(rule)))
 
 
-def _impossible(error: float, tolerance: float) -> str:
-    got = "not finite" if math.isinf(error) else f"{error:.2g}"
-    return (
-        f"required an error of at most {tolerance:g}; with all candidates taken out of few bits it "
-        f"is {got}. Allow a larger tolerance, or look at the function in float32: "
-        "`debug.first_nonfinite` says where it is not finite."
-    )
-
-
 def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
     """A subset that is enough, and of which nothing can be left out.
 
@@ -276,6 +280,8 @@ def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> 
         return _without_needless(items, is_enough)
     found: tuple[T, ...] = ()
     pool = tuple(items)
+    # With the members found so far, the shortest beginning of the pool that is enough ends with a
+    # member: without it, the beginning would be shorter. All after it are not needed any more.
     while not is_enough(found):
         count = _shortest(pool, found, is_enough)
         found, pool = (*found, pool[count - 1]), pool[: count - 1]
@@ -288,6 +294,7 @@ def _without_needless(
 ) -> tuple[T, ...]:
     if is_enough(()):
         return ()
+    # The least promising first: of two that can stand for each other, the promising one stays.
     kept = tuple(items)
     for item in reversed(items):
         rest = tuple(other for other in kept if other != item)

@@ -1,11 +1,12 @@
 """`compare`: a function in a policy beside the same function in float32."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 
 from halfstep._autocast import (
     Kind,
@@ -19,7 +20,7 @@ from halfstep._autocast import (
 )
 from halfstep._explain import name_of
 from halfstep._policy import Policy, as_policy
-from halfstep._training import F8Scaling
+from halfstep._training import AbstractLossScaling, F8Scaling
 from halfstep.debug._compare.added_error import Errors
 from halfstep.debug._compare.comparison_report import Comparison, Deviation, GradientDeviation
 from halfstep.debug._compare.distance import distance, sums, was_computed
@@ -95,7 +96,9 @@ def compare(
         layout = layout_for(body, sites)
         slots = None if state is None else placed(plan, state)
 
-        def both(arrays: Sequence[Any], slots: Any) -> Any:
+        def both(
+            arrays: Sequence[jax.Array], slots: Mapping[int, Any] | None
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = [Kind.WIDE] * len(plan.graph.outputs)
             wide = [
                 jnp.asarray(x, plan.graph.avals[n].dtype)
@@ -108,6 +111,8 @@ def compare(
 
         of_results, rows = CompiledAsWritten(both)(call.arrays, slots)
         deviations = _deviations(layout, plan, [np.asarray(row) for row in rows])
+        # In a program of their own, by the transform that training calls, loss scaling included:
+        # what runs side by side is the forward pass only.
         of_gradients: tuple[GradientDeviation, ...] = ()
         if gradients and is_loss(plan.graph, has_aux):
             of_gradients = _of_gradients(func, policy, scaling, has_aux, args, kwargs)
@@ -116,7 +121,7 @@ def compare(
     return compared
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval: AbstractValue) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
 
 
@@ -138,12 +143,13 @@ def _deviations(layout: Layout, plan: Plan, rows: Sequence[np.ndarray]) -> tuple
     return tuple(made)
 
 
-def _plans(body: Body, plan: Plan) -> Any:
+def _plans(body: Body, plan: Plan) -> Iterator[tuple[Body, Plan]]:
     """The plan of each function of a program."""
     yield body, plan
     for index, bodies in body.inner.items():
         # Of a `while`, the first is that of its condition.
         inside = list(inner_plans(plan.decisions[index].inner))[-len(bodies) :]
+        # Where the policy looks into nothing there are no plans, and sites are as they are traced.
         for pair in zip(bodies, inside, strict=False):
             yield from _plans(*pair)
 
@@ -151,7 +157,7 @@ def _plans(body: Body, plan: Plan) -> Any:
 def _of_gradients(
     func: Callable[..., Any],
     policy: Policy,
-    scaling: Any,
+    scaling: AbstractLossScaling,
     has_aux: bool,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -1,11 +1,16 @@
 """How far two values are apart: a row of sums, which add up over turns and shards."""
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+
+Array = np.ndarray | jax.Array
+Rows = TypeVar("Rows", np.ndarray, jax.Array)
 
 
 class Sum(IntEnum):
@@ -48,26 +53,28 @@ class Distance(NamedTuple):
     bad: int
 
 
-def sums(low: Any, wide: Any) -> jax.Array:
+def sums(policy_value: ArrayLike, float32_value: ArrayLike) -> jax.Array:
     """The row of two values of one shape."""
-    low, wide = _flat(low), _flat(wide)
+    low, wide = _flat(policy_value), _flat(float32_value)
+    # An infinity that both have is no error; one that only one has is counted, and left out of the
+    # sums, which would otherwise say nothing about all other elements.
     both = jnp.isfinite(low) & jnp.isfinite(wide)
     same = (low == wide) | (jnp.isnan(low) & jnp.isnan(wide))
     bad = jnp.sum(~both & ~same, dtype=jnp.float32)
     low, wide = jnp.where(both, low, 0), jnp.where(both, wide, 0)
     largest = jnp.maximum(jnp.max(jnp.abs(low)), jnp.max(jnp.abs(wide)))
-    # Squares of 1e-25 are zero, and those of 1e25 infinite.
+    # Squares of 1e-25 are zero in float32, and those of 1e25 infinite.
     unit = jnp.where(largest > 0, largest, 1)
     low, wide = low / unit, wide / unit
     made = [(low - wide) ** 2, wide**2, low**2, low * wide]
     return jnp.stack([largest, *map(jnp.sum, made), bad])
 
 
-def _flat(value: Any) -> jax.Array:
-    value = jnp.ravel(jnp.asarray(value))
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value = jnp.concatenate([value.real, value.imag])
-    return value.astype(jnp.float32)
+def _flat(value: ArrayLike) -> jax.Array:
+    flat = jnp.ravel(jnp.asarray(value))
+    if jnp.issubdtype(flat.dtype, jnp.complexfloating):
+        flat = jnp.concatenate([flat.real, flat.imag])
+    return flat.astype(jnp.float32)
 
 
 def absent(shape: tuple[int, ...]) -> jax.Array:
@@ -76,12 +83,14 @@ def absent(shape: tuple[int, ...]) -> jax.Array:
     return jnp.concatenate(columns, axis=-1)
 
 
-def added(rows: Any) -> Any:
+def added(rows: Rows) -> Rows:
     """Rows of turns or shards as one: `[n, ..., columns]` to `[..., columns]`."""
-    library = np if isinstance(rows, np.ndarray) else jnp
+    # On the host in float64, where rows of all sites are added; in a program with JAX.
+    library: Any = np if isinstance(rows, np.ndarray) else jnp
     sizes = rows[..., : Sum.ABSMAX + 1]
     largest = library.max(sizes, axis=0, keepdims=True)
     unit = library.where(largest > 0, largest, 1)
+    # Every row is in a unit of its own, and squares are by the square of it off.
     factor = (library.maximum(sizes, 0) / unit) ** 2
     squares = library.sum(rows[..., Sum.DIFFERENCE : Sum.BAD] * factor, axis=0)
     bad = library.sum(rows[..., Sum.BAD :], axis=0)
@@ -93,18 +102,20 @@ def was_computed(rows: np.ndarray) -> bool:
     return bool((rows[..., Sum.ABSMAX] >= 0).any())
 
 
-def distance(rows: Any) -> Distance:
+def distance(rows: Array | Sequence[Array | Sequence[float]]) -> Distance:
     """What rows say together; what was not computed is not off."""
-    rows = np.asarray(rows, np.float64).reshape(-1, len(Sum))
-    if not was_computed(rows):
+    every = np.asarray(rows, np.float64).reshape(-1, len(Sum))
+    if not was_computed(every):
         return Distance(0.0, 1.0, 0)
-    row = added(rows)
+    row = added(every)
     apart, wide, low = row[Sum.DIFFERENCE], row[Sum.WIDE], row[Sum.LOW]
     bad = int(row[Sum.BAD])
+    # One element that only one of them has lost is all of it, however good the others are.
     if bad:
         return Distance(float("inf"), 0.0, bad)
     if not wide:
         return Distance(float("inf") if apart else 0.0, 0.0 if apart else 1.0, 0)
     error = float(np.sqrt(apart / wide))
     cosine = float(row[Sum.PRODUCT] / np.sqrt(wide * low)) if low else 0.0
+    # Rounding takes the cosine of equal values above 1.
     return Distance(error, min(cosine, 1.0), 0)

@@ -13,11 +13,23 @@ from halfstep._autocast import Plan, decided, rewritten, settings_of, trace
 from halfstep._base import is_array, path_string
 from halfstep._policy import Policy, as_policy
 from halfstep._program import Graph
-from halfstep._training import NoLossScaling, StaticLossScaling, filter_value_and_grad
+from halfstep._training import (
+    AbstractLossScaling,
+    NoLossScaling,
+    StaticLossScaling,
+    filter_value_and_grad,
+)
 from halfstep.debug._compare.distance import distance, sums
 
 Measure = Callable[[Policy], float]
 """The error of a policy, as a share."""
+
+
+class Gradients(NamedTuple):
+    """A loss, and its gradients by path."""
+
+    value: jax.Array
+    gradients: dict[str, jax.Array]
 
 
 class Trials:
@@ -41,7 +53,7 @@ class Trials:
         self._func, self._batches, self._has_aux = func, batches, has_aux
         self._measure = measure or self._error
         self._known: dict[Hashable, float] = {}
-        self._exact: list[Any] | None = None
+        self._exact: list[object] | None = None
         self.compiles = 0
 
     def plan(self, policy: Policy) -> Plan:
@@ -57,16 +69,20 @@ class Trials:
 
     def error(self, policy: Policy) -> float:
         """The error of a policy, as a share."""
+        # Known by what it decides and not by its text: many rules of a search change nothing more
+        # than others do, and what runs the same way is not compiled again.
         plan = self.plan(policy)
         key = _signature(plan)
         if key not in self._known:
             self.compiles += 1
             found = float(self._measure(_active(policy, plan)))
+            # A NaN would be neither above nor below the tolerance.
             self._known[key] = found if np.isfinite(found) else float("inf")
         return self._known[key]
 
     def _error(self, policy: Policy) -> float:
         if self._exact is None:
+            # Only if it is asked for: a user's own measure needs no float32 run.
             self.compiles += 1
             exact = CompiledAsWritten(self._function(as_policy("f32")))
             self._exact = [exact(*batch) for batch in self._batches]
@@ -85,12 +101,13 @@ class Trials:
             return rewritten(self._func, settings, params=(0,), keep=policy.keep)
         recipe, state = policy.recipe, None
         if recipe is not None and recipe.needs_state:
+            # Always the same key, so that two policies differ in what they decide and not in luck.
             key = {"key": jax.random.key(0)} if recipe.is_random else {}
             state = recipe.init(self._func, *self._batches[0], policy=policy, **key)
         return gradients_of(self._func, policy, state, has_aux=self._has_aux)
 
 
-def _check_finite(exact: Sequence[Any]) -> None:
+def _check_finite(exact: Sequence[object]) -> None:
     for number, made in enumerate(exact):
         arrays = jax.tree.leaves(eqx.filter(made, eqx.is_inexact_array))
         if not all(np.isfinite(array).all() for array in arrays):
@@ -100,9 +117,9 @@ def _check_finite(exact: Sequence[Any]) -> None:
             )
 
 
-def _apart(low: Any, exact: Any) -> float:
-    """The largest error: of a loss, of all gradients together, or of any array."""
-    if hasattr(exact, "gradients"):
+def _apart(low: object, exact: object) -> float:
+    """The largest error: of a loss, of all gradients together, or of any array of two trees."""
+    if isinstance(low, Gradients) and isinstance(exact, Gradients):
         pairs = [[(low.value, exact.value)]]
         pairs.append([(low.gradients[path], value) for path, value in exact.gradients.items()])
     else:
@@ -111,12 +128,14 @@ def _apart(low: Any, exact: Any) -> float:
     return max(distance([_row(*pair) for pair in together]).error for together in pairs)
 
 
+# Compiled, as it is called for every parameter in every trial.
 @jax.jit
 def _row(low: jax.Array, exact: jax.Array) -> jax.Array:
     return sums(jnp.asarray(low), jnp.asarray(exact))
 
 
 def _active(policy: Policy, plan: Plan) -> Policy:
+    # `autocast` raises for a rule that decides nothing; here rules are tried that others make idle.
     used = {owner.decisions[index].by for owner, index in decided(plan)}
     return policy.replace(rules=[rule for rule in policy.rules if str(rule) in used])
 
@@ -130,13 +149,6 @@ def _signature(plan: Plan) -> Hashable:
     )
 
 
-class Gradients(NamedTuple):
-    """A loss, and its gradients by path."""
-
-    value: jax.Array
-    gradients: dict[str, jax.Array]
-
-
 def is_loss(graph: Graph, has_aux: bool) -> bool:
     """Whether a function returns one number, of which there is a gradient."""
     outs = [graph.aval(out) for out in graph.outputs]
@@ -144,16 +156,21 @@ def is_loss(graph: Graph, has_aux: bool) -> bool:
     return bool(alone) and outs[0].shape == () and jnp.issubdtype(outs[0].dtype, jnp.floating)
 
 
-def scaling_for(policy: Policy, scaling: Any) -> Any:
+def scaling_for(policy: Policy, scaling: AbstractLossScaling | None) -> AbstractLossScaling:
     """A loss scaling, if the user gives none."""
     if scaling is not None:
         return scaling
+    # What training begins with: without it, most of float16's error would be gradients that vanish.
     is_narrow = policy.compute == np.dtype(np.float16)
     return StaticLossScaling(2.0**15) if is_narrow else NoLossScaling()
 
 
 def gradients_of(
-    func: Callable[..., Any], policy: Policy, scaling: Any, *, has_aux: bool
+    func: Callable[..., Any],
+    policy: Policy,
+    scaling: AbstractLossScaling | None,
+    *,
+    has_aux: bool,
 ) -> Callable[..., Gradients]:
     """A function of a loss's arguments that returns its value and its gradients.
 
@@ -186,6 +203,7 @@ class CompiledAsWritten:
 
     def __init__(self, func: Callable[..., Any]):
         self._func = func
+        # What is no array is part of the program, which is compiled again when it changes.
         self._static: Any = None
         self._run: Callable[..., Any] | None = None
 
@@ -195,7 +213,7 @@ class CompiledAsWritten:
         if self._run is None or not eqx.tree_equal(static, self._static):
             func = self._func
 
-            def run(arrays: Any) -> Any:
+            def run(arrays: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
                 args, kwargs = eqx.combine(arrays, static)
                 return eqx.filter(func(*args, **kwargs), eqx.is_array)
 

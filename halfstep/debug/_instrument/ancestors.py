@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
+from jax.typing import ArrayLike
 
 from halfstep._program import Constant, Operand, Scan
 from halfstep.debug._instrument.body import Body
@@ -13,7 +15,13 @@ from halfstep.debug._instrument.layout import Layout
 
 Turns = tuple[float, ...]
 """A turn of each loop around a value, in the order in which they run; infinite: the last one."""
+# Infinity minus one is infinity. So one turn before the last one of a loop, whose number is not
+# known, is the last one again, and `seen` ends the walk: each value of a loop is visited once.
 ANY = math.inf
+
+
+Seen = set[tuple[Body, int, Turns]]
+"""The values that a walk has been at, each at a time: loops make circles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Parents:
         """What a site is made of: rows, and constants that are not finite."""
         body, number = self._layout.owners[row]
         maker = body.graph.maker(number)
-        seen: set[Any] = set()
+        seen: Seen = set()
         if maker is None:
             yield from self._of_input(Moment(body, number, turns), seen)
             return
@@ -76,6 +84,8 @@ class Parents:
             if isinstance(root, Constant):
                 found.append(root)
                 continue
+            # Of several, as of the branches of a `cond`, one stands for all: the report has a line
+            # for each operand.
             found += [value for value, _ in self._resolve(Moment(body, root, turns), set())][:1]
         return found
 
@@ -89,6 +99,7 @@ class Parents:
             if maker is None or maker in found:
                 continue
             node = body.graph.nodes[maker]
+            # Made of nothing that is given, and so not where it went wrong.
             if all(isinstance(operand, Constant) for operand in node.ins):
                 continue
             found[maker] = node.name
@@ -106,15 +117,16 @@ class Parents:
             if body.is_move(index):
                 continue
             takes = any(body.root(operand) == number for operand in node.ins)
-            avals = [body.graph.avals[out] for out in node.outs]
-            if takes and not any(np.issubdtype(_kind(aval), np.inexact) for aval in avals):
+            # `is_finite`, `lt` and the like: floating point goes in and none comes out.
+            if takes and not any(_is_inexact(body.graph.avals[out]) for out in node.outs):
                 return True
         return False
 
-    def _resolve(self, moment: Moment, seen: set[Any]) -> Iterator[tuple[int | Constant, Turns]]:
+    def _resolve(self, moment: Moment, seen: Seen) -> Iterator[tuple[int | Constant, Turns]]:
         body, turns = moment.body, moment.turns
         operand = body.root(moment.operand)
         if isinstance(operand, Constant):
+            # Finite numbers in the program are of no interest; the `-inf` of a mask is an origin.
             if _is_bad(operand.value):
                 yield operand, turns
             return
@@ -130,6 +142,8 @@ class Parents:
             yield from self._of_input(Moment(body, operand, turns), seen)
         elif index in body.inner:
             position = body.graph.nodes[index].outs.index(operand)
+            # Which branch ran is not in the rows: all are followed, and what was not computed has
+            # a row that says so. Of a loop, what comes out is of its last turn.
             for inner in body.inner[index]:
                 inside = (*turns, ANY) if _is_loop(inner) else turns
                 out = inner.graph.outputs[position]
@@ -138,7 +152,7 @@ class Parents:
             for other in body.graph.nodes[index].ins:
                 yield from self._resolve(Moment(body, other, turns), seen)
 
-    def _of_input(self, moment: Moment, seen: set[Any]) -> Iterator[tuple[int | Constant, Turns]]:
+    def _of_input(self, moment: Moment, seen: Seen) -> Iterator[tuple[int | Constant, Turns]]:
         """What an input of a function is, outside of it or in the turn before."""
         body, turns = moment.body, moment.turns
         if body not in self._outer or moment.operand not in body.graph.inputs:
@@ -157,6 +171,7 @@ class Parents:
             result = body.graph.outputs[called.carried.index(position)]
             before = Moment(body, result, (*turns[:-1], turn - 1))
             yield from self._resolve(before, seen)
+        # The last turn may be the first one, so that it also has what the loop was given.
         if not is_carried or turn <= 0 or turn == ANY:
             yield from self._resolve(Moment(outer, operand, turns[:-1]), seen)
 
@@ -165,14 +180,11 @@ def _is_loop(body: Body) -> bool:
     return body.called is not None and body.called.is_loop
 
 
-def _kind(aval: Any) -> Any:
-    dtype = getattr(aval, "dtype", np.dtype(bool))
-    # Formats that NumPy does not know are of floating point all the same.
-    return np.float32 if getattr(dtype, "kind", "V") == "V" else dtype
+def _is_inexact(value: AbstractValue | np.ndarray) -> bool:
+    # JAX's, as NumPy's own does not know that bfloat16 and formats of 8 bits are of floating point.
+    return jnp.issubdtype(getattr(value, "dtype", np.dtype(bool)), jnp.inexact)
 
 
-def _is_bad(value: Any) -> bool:
+def _is_bad(value: ArrayLike) -> bool:
     array = np.asarray(value)
-    if _kind(array) is np.float32:
-        array = array.astype(np.float32)
-    return array.dtype.kind in "fc" and not np.isfinite(array).all()
+    return _is_inexact(array) and not np.isfinite(array).all()

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from halfstep._base import NAME as SETTLE, closed
+from halfstep._base import NAME as SETTLE, ClosedJaxpr
 from halfstep._explain import typed
 from halfstep._program import (
     UNKNOWN,
@@ -40,6 +40,8 @@ _MOVES = frozenset(
 
 Select = Callable[["Body"], frozenset[int]]
 """Which values of a body are sites, by number."""
+Group = tuple[str, Source, Pass, int | None]
+"""What operations have in common: scope, line, pass, and the number of one that stands alone."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -73,6 +75,8 @@ class Body:
             if maker is None or self.graph.nodes[maker].name not in _MOVES:
                 break
             node = self.graph.nodes[maker]
+            # A barrier has a result for each operand. All others move the first one: a slice also
+            # has indices, and what is split has several results.
             paired = len(node.ins) == len(node.outs)
             operand = node.ins[node.outs.index(operand) if paired else 0]
         return operand
@@ -89,6 +93,7 @@ class Body:
         known: set[int] = set()
         found = set()
         for index, node in enumerate(self.graph.nodes):
+            # Without operands it may still differ from device to device, as `axis_index` does.
             if node.ins and all(isinstance(o, Constant) or o in known for o in node.ins):
                 found.add(index)
                 known.update(node.outs)
@@ -105,9 +110,8 @@ class Body:
         return frozenset(found)
 
 
-def body_of(function: Any, paths: Sequence[str], carried: frozenset[int]) -> Body:
+def body_of(function: ClosedJaxpr, paths: Sequence[str], carried: frozenset[int]) -> Body:
     """A traced function and all that is in it."""
-    function = closed(function)
     around = _Around(for_backward=(False,) * len(function.jaxpr.outvars))
     return _body(function, around, Finder(), paths=tuple(paths), carried=carried)
 
@@ -126,7 +130,7 @@ class _Around:
     line: Source | None = None
 
 
-def _body(function: Any, around: _Around, finder: Finder, **known: Any) -> Body:
+def _body(function: ClosedJaxpr, around: _Around, finder: Finder, **known: Any) -> Body:
     graph = graph_of(function, around.scope)
     stacks = tuple(f"{around.stack}/{node.source.name_stack}" for node in graph.nodes)
     lines = tuple(around.line or finder.find(node.source.traceback) for node in graph.nodes)
@@ -134,6 +138,8 @@ def _body(function: Any, around: _Around, finder: Finder, **known: Any) -> Body:
     inner = {}
     for index, node in enumerate(graph.nodes):
         if is_looked_into(node):
+            # Name stacks inside of a function begin at it. That of the operation goes before, so
+            # that a loop in the backward pass is known to be in it.
             found = _Around(
                 node.scope,
                 stacks[index],
@@ -180,6 +186,8 @@ def _stages(
     graph: Graph, stacks: Sequence[str], around: _Around
 ) -> tuple[tuple[Pass, ...], set[int]]:
     """Which pass each operation is of, and which values only the backward pass uses."""
+    # Only differentiation is in name stacks. The update is what is left over: it uses gradients, or
+    # it has nothing to do with the loss, as the count of steps in an optimizer's state.
     known: list[Pass | None] = [_written_stage(stack) for stack in stacks]
     before = _made_into(graph, [stage is not None for stage in known])
     found: list[Pass] = []
@@ -192,7 +200,9 @@ def _stages(
         if stage != "forward":
             after.update(node.outs)
         found.append(stage)
-    # What the forward pass computes for nothing but the backward pass is a derivative's factor.
+    # What the forward pass computes for nothing but the backward pass is a derivative's factor, as
+    # the `1 / (2 * sqrt(x))` of a root. JAX computes it early and names it as the forward pass, but
+    # whoever reads that it is infinite must look at the derivative: the loss may well be finite.
     only = {
         out
         for out, alone in zip(graph.outputs, around.for_backward, strict=True)
@@ -203,6 +213,7 @@ def _stages(
         for out, alone in zip(graph.outputs, around.for_backward, strict=True)
         if not alone and not isinstance(out, Constant)
     }
+    # From the last operation back: by then all users of a value are known.
     for index in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[index]
         used = [number for number in node.outs if number in only or number in others]
@@ -216,6 +227,8 @@ def _stages(
 
 def _written_stage(stack: str) -> Pass | None:
     """The pass of an operation, as JAX writes it into the name stack; `None` outside of both."""
+    # First: what `jax.checkpoint` computes again is inside of the backward pass, which is
+    # `transpose(jvp(...))` in the stack, with the name of the recomputation after it.
     if RECOMPUTED in stack:
         return "forward"
     if "transpose(" in stack:
@@ -241,6 +254,7 @@ def _made_into(graph: Graph, marked: Sequence[bool]) -> frozenset[int]:
 def every_operation(body: Body) -> frozenset[int]:
     """All that is computed, all that is given, and what each turn of a loop is given."""
     live = body.live()
+    # What an operation with functions inside returns is a value of these, and recorded there.
     found = {
         number
         for index in live
@@ -264,14 +278,17 @@ def between_lines(body: Body) -> frozenset[int]:
     if not body.within:
         found |= {n for at, n in enumerate(graph.inputs) if at not in body.carried}
 
-    def group(index: int) -> Any:
+    def group(index: int) -> Group:
         node = graph.nodes[index]
+        # A loop or a branch is never of one group with its neighbors: what goes into it is handed
+        # on, even on one line, since inside is where it may go wrong.
         alone = index if index in body.inner else None
         return node.scope, body.lines[index], body.stages[index], alone
 
     live = body.live()
 
-    def hand_on(operand: Operand, user: Any) -> None:
+    def hand_on(operand: Operand, user: Group | None) -> None:
+        # The value before any cast that widens it: that is where it can have overflowed.
         root = body.root(operand)
         maker = graph.maker(root)
         while maker is not None and _widens(graph, maker):
@@ -284,6 +301,8 @@ def between_lines(body: Body) -> frozenset[int]:
         if not body.is_move(index) and body.stages[index] != "update":
             for operand in graph.nodes[index].ins:
                 hand_on(operand, group(index))
+    # To whoever called: of no group. Of the update these are the only sites, for its operations, a
+    # dozen per parameter, would be most of all.
     for operand in graph.outputs:
         hand_on(operand, None)
     return _recordable(body, found)
@@ -297,6 +316,7 @@ def _widens(graph: Graph, index: int) -> bool:
     before, after = graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype
     if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
         return False
+    # The largest bfloat16 is 0.4 % below the largest float32: close enough to be no loss of range.
     return float(jnp.finfo(after).max) * 1.01 >= float(jnp.finfo(before).max)
 
 
@@ -311,6 +331,7 @@ def site_of(body: Body, number: int) -> Site:
         position = body.graph.inputs.index(number)
         path = body.paths[position] if body.paths else ""
         op = ARGUMENT if body.paths else TURN_INPUT
+        # A slice that a loop is given is of the pass of the loop.
         stage: Pass = body.stages[0] if body.stages and not body.paths else "forward"
         return Site(op, UNKNOWN, "", stage, False, body.within, body.loops, typed(aval), path)
     node = body.graph.nodes[maker]

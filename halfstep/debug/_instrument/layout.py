@@ -24,6 +24,7 @@ Sites = OneOf["scopes", "ops"] | Callable[[Site], bool]
 """Which values are recorded: between lines and scopes, all, or those that a function wants."""
 
 
+# Compared by identity: it is static in a pytree, and JAX compares what is static in every call.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """The sites of a program, in the order of their rows, which is that of one run."""
@@ -78,6 +79,7 @@ def instrument(
             bits that the program has.
     """
     call = FlatCall(func, args, kwargs)
+    # Or else all operations of a `custom_vjp`'s backward rule would have the line of the call.
     with lines_of_backward_functions():
         program = jax.make_jaxpr(call)(*call.arrays)
     body = body_of(program, call.paths, _carried(call, program.out_avals))
@@ -87,7 +89,9 @@ def instrument(
 def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:
     """The arrays of those arguments whose like is returned: what goes from step to step."""
 
-    def types(avals: Sequence[Any]) -> list[Any]:
+    # By types alone, for nothing else says which result is an argument's successor. A batch that
+    # looks like a result is then no site of its own; what is made of it still is.
+    def types(avals: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [(aval.shape, aval.dtype) for aval in avals]
 
     owners, results = call.dynamic(call.arguments.owners), types(returned)
@@ -138,6 +142,7 @@ def layout_of(body: Body, select: Select, keep: Callable[[Site], bool] | None = 
         select: Which values are sites.
         keep: Which of these sites are.
     """
+    # Every function has an entry, also one without sites, so that readers need not ask.
     sites: list[Site] = []
     owners: list[tuple[Body, int]] = []
     rows: dict[Body, Mapping[int, int]] = {}
@@ -161,7 +166,11 @@ def _bodies(body: Body) -> Iterator[Body]:
 
 
 def _in_order(body: Body, selected: Mapping[Body, frozenset[int]]) -> Iterator[tuple[Body, int]]:
-    """Values in the order in which a run makes them."""
+    """Values in the order in which a run makes them.
+
+    Whatever runs a program appends its rows in this order, and has no other way to say whose they
+    are: the inputs, and of each operation first what is inside, then what it returns.
+    """
     for number in body.graph.inputs:
         if number in selected[body]:
             yield body, number

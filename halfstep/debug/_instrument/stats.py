@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 
 
 class Column(IntEnum):
@@ -36,12 +37,16 @@ class Column(IntEnum):
     """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
 
 
+# A reduction over all axes runs on one core of a CPU. So the first axes stay until the end, as many
+# as are needed for so many rows, which XLA spreads over cores.
 _PARTS = 8
 
+# The row of what was not computed. It changes no row that it is combined with: its numbers are
+# neutral for maxima, minima and sums.
 EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
 
 
-def is_recorded(aval: Any) -> bool:
+def is_recorded(aval: AbstractValue | jax.ShapeDtypeStruct) -> bool:
     """Whether a value has anything to record: it is of floating point, or complex."""
     dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
     return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
@@ -62,7 +67,8 @@ def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> lis
     bits, infinite = _magnitude(value), _bits_of(np.inf, dtype)
     low, high = _limits(dtype, compute)
     counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
-    # One pass for all five: on a CPU, five passes take ten times as long.
+    # One pass for all five: on a CPU, five passes take ten times as long. Counts are integers, as
+    # a sum of ones in float32 ends at 2^24.
     given = (
         bits,
         jnp.where((bits > 0) & (bits < infinite), bits, infinite),
@@ -71,7 +77,6 @@ def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> lis
     start = (bits.dtype.type(0), infinite, *[np.int32(0)] * len(counted))
     rows = _leading(bits.shape)
     if 0 < rows < bits.ndim:
-        # What is reduced to one number runs on one core of a CPU.
         given = jax.lax.reduce(given, start, _both, tuple(range(rows, bits.ndim)))
     largest, smallest, *counts = jax.lax.reduce(given, start, _both, tuple(range(given[0].ndim)))
     bad, below, above = (count.astype(jnp.float32) for count in counts)
@@ -140,6 +145,7 @@ def combined(rows: jax.Array, where: Column | int) -> jax.Array:
 
 def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -> jax.Array:
     """The rows of a loop whose turns are not known beforehand, after one more."""
+    # One by one, as a `while_loop` cannot stack what its turns return.
     is_bad = now[:, Column.BAD] > 0
     now = now.at[:, where].set(jnp.where(is_bad, turn.astype(jnp.float32), np.float32(-1)))
     rows = jnp.stack([before, now])
@@ -149,6 +155,9 @@ def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -
 
 def _merged(rows: jax.Array, bad: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
     """Rows as one; those of detail are of a turn, if anything was bad in it."""
+    # Magnitude and count are of the first turn in which the value itself is not finite. Its range
+    # and zeros are of the first turn in which any value of the function is not: so they say what
+    # went into the operation that began it, and not what later turns made of NaN.
     first = jnp.argmax(bad, axis=0)[None, :, None]
     at_first = jnp.take_along_axis(rows, first, axis=0)[0]
     ran = rows[:, :, Column.ABSMAX] != -1
@@ -203,6 +212,7 @@ def _bits_of(number: float, dtype: np.dtype) -> np.ndarray:
 def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     value = jax.lax.bitcast_convert_type(bits, dtype)
     if dtype.itemsize == 8:
+        # Rows are float32: a float64 that is finite must not become infinite there.
         largest = np.asarray(np.finfo(np.float32).max, dtype)
         value = jnp.where(jnp.isfinite(value), jnp.minimum(value, largest), value)
     return value.astype(jnp.float32)
@@ -211,6 +221,7 @@ def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """The bits of the compute dtype's smallest normal number and of its largest."""
     largest = float(jnp.finfo(compute).max)
+    # A dtype that does not reach so far makes zero and infinity of the limits: nothing is beyond.
     with np.errstate(over="ignore"):
         low, high = _bits_of(float(jnp.finfo(compute).tiny), dtype), _bits_of(largest, dtype)
     # A dtype of fewer digits may have to round it up.

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 import jax
 
-from halfstep._base import Report
+from halfstep._base import Report, type_of
 from halfstep._training import Ledger, NoLossScaling
 from halfstep.debug._live.history import (
     IN_A_ROW,
@@ -168,8 +168,8 @@ class Live(Report):
         """
         if isinstance(step, jax.Array):
             raise TypeError(
-                "`step` must be a number on the host: count it with `enumerate`, since reading an "
-                "array would wait for the device"
+                f"`step` must be a number on the host; got an array, {type_of(step)}, and reading "
+                "it would wait for the device. Count steps with `enumerate`."
             )
         number = operator.index(step)
         if number % self._every:
@@ -181,6 +181,8 @@ class Live(Report):
                 f"{', '.join(f'`{name}`' for name in sorted(twice))} is given twice: by name, and "
                 "by `scaling`, `ledger` or `log`. Name it otherwise."
             )
+        # A mistake must be one on all processes: if only the first raised, the others would wait
+        # for it in the next collective.
         if not self._is_first:
             check({**given, **numbers}, log)
             return False
@@ -259,6 +261,7 @@ class Live(Report):
         return headline(self._history), table_of(self._history, self._latest), notes
 
     def _sites_of(self, log: Log) -> Sites:
+        # Kept, as it is looked at for every site; a log that is made anew has other sites.
         if self._sites is None or self._sites.sites is not log.sites:
             self._sites = Sites(log.sites)
         return self._sites
@@ -268,6 +271,7 @@ class Live(Report):
         found = False
         while self._waiting:
             taken = self._waiting[0]
+            # In order, also if a later one is ready: the history goes forward only.
             if not (wait or len(self._waiting) > _WAITING or taken.is_ready()):
                 break
             self._waiting.popleft()
@@ -294,6 +298,7 @@ class Live(Report):
         if self._display is None or not (line := self.line):
             return
         moment = time.monotonic()
+        # A bar may draw what it was given without being asked, so it always gets the line.
         draw = now or moment - self._shown >= _PAUSE
         if draw:
             self._shown = moment
@@ -302,17 +307,18 @@ class Live(Report):
         self._display.show(line, alarm=alarm, draw=draw)
 
 
-def _numbers(loss: Any, scaling: Any, ledger: Ledger | None) -> dict[str, Any]:
+def _numbers(loss: object, scaling: object, ledger: Ledger | None) -> dict[str, Any]:
     """What comes from the training state, by name."""
-    found = {} if loss is None else {LOSS: loss}
+    found: dict[str, Any] = {} if loss is None else {LOSS: loss}
     # That of a recipe has a loss scaling of its own.
     if scaling is not None and not isinstance(getattr(scaling, "loss", scaling), NoLossScaling):
-        if not hasattr(scaling, "loss_scaling"):
+        scale = getattr(scaling, "loss_scaling", None)
+        if scale is None:
             raise TypeError(
                 "`scaling` must be a loss scaling, with an attribute `loss_scaling`; got "
                 f"{type(scaling).__name__}. Give a scale of your own as `loss_scale`."
             )
-        found[SCALE] = scaling.loss_scaling
+        found[SCALE] = scale
     if ledger is not None:
         found |= {SKIPPED: ledger.skipped, IN_A_ROW: ledger.consecutive}
     return found

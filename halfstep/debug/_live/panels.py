@@ -28,7 +28,10 @@ def draw_panels(history: History, path: str | os.PathLike[str]) -> None:
 
     panels = panels_of(history)
     if not panels:
-        raise ValueError("there is nothing to draw yet: call `update` with a number first")
+        raise ValueError(
+            f"there is nothing to draw yet: {history.updates} updates gave no number. Call "
+            "`update` with one first."
+        )
     figure.set_size_inches(8, 0.6 + 1.8 * len(panels))
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     skips = skipped_points(history)
@@ -107,6 +110,7 @@ def _curve(axes: Any, history: History, name: str, color: str) -> None:
     axes.plot(
         steps[known], values[known], color=color, lw=1.3, ds=style, label=label, marker=marker
     )
+    # Once points are of several updates, the mean hides what a single one did.
     if history.width > 1:
         low, high = (_values(history, name, part) for part in (Part.LOW, Part.HIGH))
         fill = {"color": color, "alpha": 0.2, "linewidth": 0}
@@ -120,6 +124,7 @@ def _mark_skips(axes: Any, history: History, skips: np.ndarray, *, on_curve: boo
     if not on_curve:
         _rug(axes, history.steps[skips], 0.04, "skipped", "|")
         return
+    # On the curve of the scale a skip is seen together with what it does to the scale.
     scales = _values(history, SCALE, Part.LAST)[skips]
     style = {"color": _BAD, "markersize": 6, "label": "skipped"}
     axes.plot(history.steps[skips], scales, ".", **style)

@@ -55,15 +55,19 @@ class Sites:
     def shares(self, rows: np.ndarray) -> Shares | None:
         """What the rows of a step say, or `None` if nothing was computed."""
         absmax, bad, below, above = rows.T
+        # What a branch did not compute in this step counts for nothing.
         sizes = np.where(absmax == -1, 0.0, self._sizes)
         if not sizes.any():
             return None
+        # Above the compute dtype's range is what would overflow, and not finite what has. Of a loop
+        # the latter is of one turn and the former of all: together they may be more than all.
         lost = np.minimum(1, above + bad / np.maximum(sizes, 1))
         total = sizes.sum()
         worst = [self._worst(np.where(sizes > 0, share, -1.0)) for share in (below, lost)]
         return Shares(float(below @ sizes / total), float(lost @ sizes / total), *worst)
 
     def _worst(self, share: np.ndarray) -> Worst:
+        # Another one only if no line of the user's loses anything.
         own = np.where(self._named, share, -1.0)
         at = int(np.argmax(own if own.max() > 0 else share))
         return Worst(float(share[at]), self.sites[at])
@@ -83,6 +87,7 @@ def _sizes(sites: Sequence[Site]) -> np.ndarray:
 
 def _is_named(sites: Sequence[Site]) -> np.ndarray:
     """Which sites are a line of the user's: a cast that a library has put in says nothing."""
+    # The finder leaves out frames of libraries, if there is another one: so one is offered.
     finder, elsewhere = Finder(), Frame("elsewhere", 0, "")
 
     def is_own(site: Site) -> bool:
@@ -144,6 +149,8 @@ def take(
     """
     check(numbers, log)
     plain: dict[str, Any] = {}
+    # By device, for one program copies all arrays of a device: a call for each of them would be
+    # noticed beside a step of a millisecond.
     arrays: dict[Any, dict[str, jax.Array]] = {}
     for name, value in numbers.items():
         if isinstance(value, jax.Array):
@@ -178,6 +185,7 @@ def _check_number(name: str, value: Any) -> None:
             f"`{name}` is traced: `update` was called inside of a compiled function. Return it "
             "from the step, and call `update` with what the step returns."
         )
+    # Not by converting it: that would wait for an array that is being computed.
     kind = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     is_real = jnp.issubdtype(kind, jnp.number) or kind == np.bool_
     if np.shape(value) or not is_real or jnp.issubdtype(kind, jnp.complexfloating):
@@ -195,25 +203,23 @@ def _check_array(name: str, value: jax.Array) -> None:
             f"`{name}` was donated to a later step and is gone. Call `update` with what a step has "
             "returned before the next step is called."
         )
-    if not value.is_fully_replicated:
-        raise ValueError(_elsewhere(name, value))
+    _check_place(name, value, is_here=value.is_fully_replicated)
 
 
 def _local(name: str, value: jax.Array) -> jax.Array:
     """The part of an array on one device of this process."""
-    if not value.addressable_shards:
-        raise ValueError(_elsewhere(name, value))
+    _check_place(name, value, is_here=bool(value.addressable_shards))
     return value.addressable_data(0)
 
 
-def _elsewhere(name: str, value: jax.Array) -> str:
-    return (
-        f"`{name}` must be the same on all devices, and on one of process 0; got "
-        f"{type_of(value)} with {value.sharding}. Let the step "
-        "return it replicated: "
-        "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
-        "`jax.lax.with_sharding_constraint` on it inside of the step."
-    )
+def _check_place(name: str, value: jax.Array, *, is_here: bool) -> None:
+    if not is_here:
+        raise ValueError(
+            f"`{name}` must be the same on all devices, and on one of process 0; got "
+            f"{type_of(value)} with {value.sharding}. Let the step return it replicated: "
+            "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
+            "`jax.lax.with_sharding_constraint` on it inside of the step."
+        )
 
 
 @jax.jit

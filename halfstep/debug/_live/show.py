@@ -1,10 +1,11 @@
 """The live view as a line, as a table and as HTML, and the line on the screen."""
 
 import abc
+import contextlib
 import html as escaping
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Generator, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -138,11 +139,20 @@ class Display(abc.ABC):
         """Leave the last one there."""
 
 
+@runtime_checkable
+class PostfixBar(Protocol):
+    """A tqdm bar, or what can do the same."""
+
+    def set_postfix_str(self, s: str, refresh: bool) -> object:
+        """Show text behind the bar."""
+        ...
+
+
 class Bar(Display):
     """Behind the user's bar, which stays theirs."""
 
-    def __init__(self, bar: Any):
-        if not hasattr(bar, "set_postfix_str"):
+    def __init__(self, bar: object):
+        if not isinstance(bar, PostfixBar):
             raise TypeError(
                 "`bar` must be a tqdm bar, or anything with `set_postfix_str(text, refresh)`; got "
                 f"{type(bar).__name__}"
@@ -151,6 +161,7 @@ class Bar(Display):
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
         """It is drawn by the bar, too, and for the last time at the end of the loop."""
+        # Without a refresh the bar shows it when it next draws itself.
         self._bar.set_postfix_str(line, refresh=draw)
 
     def close(self) -> None:
@@ -161,11 +172,10 @@ class Tqdm(Display):
     """A line of tqdm's, without a bar."""
 
     def __init__(self) -> None:
-        try:
+        with _installed("tqdm"):
             from tqdm.auto import tqdm
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(_missing("tqdm")) from error
-        self._bar: Any = tqdm(bar_format="{desc}")
+
+            self._bar: Any = tqdm(bar_format="{desc}")
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
         """Text has no color here."""
@@ -180,14 +190,13 @@ class Rich(Display):
     """A line of rich's; red if something is wrong."""
 
     def __init__(self, console: Any = None):
-        try:
+        with _installed("rich"):
             from rich.live import Live
             from rich.text import Text
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(_missing("rich")) from error
-        self._text: Any = Text
-        # Drawn when there is something new: no thread.
-        self._live: Any = Live(console=console, auto_refresh=False)
+
+            self._text: Any = Text
+            # Drawn when there is something new: no thread.
+            self._live: Any = Live(console=console, auto_refresh=False)
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
         """Cut at the end of the screen's line."""
@@ -208,15 +217,15 @@ class Rich(Display):
                 self._live.console.line()
 
 
-def display(style: Style | None, bar: Any) -> Display | None:
+def display(style: Style | None, bar: object) -> Display | None:
     """What the user asked for."""
     if style not in (None, "tqdm", "rich"):
         raise ValueError(f"`style` must be 'tqdm', 'rich' or None; got {style!r}")
     if bar is not None:
         if style == "rich":
             raise ValueError(
-                "`bar` is a tqdm bar, and `style` is 'rich': leave one of them out. With bars of "
-                "rich, leave out both and show `live.line`."
+                f"`bar` is a tqdm bar ({type(bar).__name__}), and `style` is {style!r}: leave one "
+                "of them out. With bars of rich, leave out both and show `live.line`."
             )
         return Bar(bar)
     if style is None:
@@ -224,8 +233,12 @@ def display(style: Style | None, bar: Any) -> Display | None:
     return Tqdm() if style == "tqdm" else Rich()
 
 
-def _missing(package: str) -> str:
-    return (
-        f'a live line with style="{package}" needs {package}, which is not installed. Install it '
-        'with: pip install "halfstep[live]"; or leave `style` out and print `live.line`'
-    )
+@contextlib.contextmanager
+def _installed(package: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'a live line with style="{package}" needs {package}, which is not installed. Install '
+            'it with: pip install "halfstep[live]"; or leave `style` out and print `live.line`'
+        ) from error

@@ -51,15 +51,21 @@ class _Search:
         self.found: dict[int, list[int]] = {}
 
     def find(self, bad: list[int]) -> NonFiniteOrigin | None:
+        # What is returned is what the user saw, so the search begins there: an infinity that is
+        # masked on the way may be older, and is not to blame.
         returned = self._bad_rows(self.parents.of_outputs())
         if returned:
             return self._from(returned, reaches=True)
+        # Otherwise with the last values of each chain. One that is compared or checked has decided
+        # something, such as to skip the step; the others are masked.
         used = {parent for row in bad for parent in self._above(row)}
         ends = [row for row in bad if row not in used]
         checked = [row for row in ends if self.parents.is_checked(row)]
         return self._from(checked or ends or bad, reaches=bool(checked))
 
     def _from(self, ends: list[int], *, reaches: bool) -> NonFiniteOrigin:
+        # Of each bad value that the ends are made of, the one below that it was found from: the way
+        # back is the chain.
         below: dict[int, int | None] = dict.fromkeys(ends)
         waiting = list(ends)
         while waiting:
@@ -72,6 +78,7 @@ class _Search:
         if first is None:
             # Every one has another before it: a loop hands them around.
             first = min(below, key=self._time)
+        # An infinity becomes NaN later, as in `inf - inf`, and often that is where people look.
         began = [r for r in below if self.nan[r] and not self.nan[self._above(r)].any()]
         nan = min(began, key=self._time, default=None)
         chain = [first]
@@ -94,6 +101,8 @@ class _Search:
                 for row, turns in values
                 if not isinstance(row, Constant)
                 and self.rows[row, Column.BAD] > 0
+                # A row only has the first turn in which it was bad. If that is after the turn in
+                # which it was used, it was still finite then. Tuples compare as loops run.
                 and self._turns(row)[: len(turns)] <= turns
             }
         )
@@ -103,6 +112,8 @@ class _Search:
         body, _ = self.layout.owners[row]
         turns = turns_of(self.layout, self.rows, row)
         lengths = [length for _, length in self.starts[body]]
+        # Rows count slices of what is scanned; a reversed scan, as of every backward pass, takes
+        # the last one first.
         return tuple(
             float(length - 1 - turn if length else turn)
             for turn, length in zip(turns, lengths, strict=True)
@@ -113,6 +124,8 @@ class _Search:
         body, _ = self.layout.owners[row]
         # Factors of the backward pass are computed in the forward pass, and come after it here.
         key: list[float | int] = [_ORDER[self.layout.sites[row].stage]]
+        # Row numbers are in order within one turn. A late row of turn 2 must come before an early
+        # one of turn 3: so the turn goes first, and before it where the loop begins.
         for (start, _), turn in zip(self.starts[body], self._turns(row), strict=True):
             key += [start, turn]
         return (*key, row)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from halfstep._base import FlatCall, type_of
+from halfstep._base import FlatCall, is_key, type_of
 from halfstep._training import Verdict
 
 _ARRAYS = "arrays"
@@ -81,18 +81,20 @@ class Capture:
         is_finite = finite.finite if isinstance(finite, Verdict) else finite
         if is_finite is None:
             raise ValueError(
-                "the verdict was not computed, as nothing scales the loss; ask for it with "
-                "`check_finite=True` where the gradient is made"
+                f"the verdict was not computed (its `finite` is {is_finite}), as nothing scales "
+                "the loss; ask for it with `check_finite=True` where the gradient is made"
             )
         call = _flat(args, kwargs)
         paths = call.paths
         pairs = zip(paths, call.arrays, strict=True)
-        impls = {path: str(jax.random.key_impl(x)) for path, x in pairs if _is_key(x)}
-        arrays = [jax.random.key_data(x) if _is_key(x) else x for x in call.arrays]
+        # Typed keys cannot become NumPy arrays: they go as numbers, with the generator's name.
+        impls = {path: str(jax.random.key_impl(x)) for path, x in pairs if is_key(x)}
+        arrays = [jax.random.key_data(x) if is_key(x) else x for x in call.arrays]
 
         def save(*values: Any) -> None:
             self._save({path: np.asarray(x) for path, x in zip(paths, values, strict=True)}, impls)
 
+        # The callback is in the branch, so that arrays leave the device only if they are wanted.
         jax.lax.cond(
             jnp.asarray(is_finite),
             lambda *_: None,
@@ -102,6 +104,7 @@ class Capture:
 
     def wait(self) -> tuple[pathlib.Path, ...]:
         """Wait until everything is written, and say where; errors of writing are raised here."""
+        # Callbacks run on threads of the runtime: one may not even have begun.
         jax.effects_barrier()
         return tuple(written.result() for written in list(self._written))
 
@@ -114,7 +117,9 @@ class Capture:
             kept = {path: array.copy() for path, array in arrays.items()}
             self._written.append(self._writer.submit(self._write, number, kept, impls))
 
-    def _write(self, number: int, arrays: dict[str, np.ndarray], impls: Any) -> pathlib.Path:
+    def _write(
+        self, number: int, arrays: dict[str, np.ndarray], impls: dict[str, str]
+    ) -> pathlib.Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         while (path := self._directory / str(number)).exists():
             number += 1  # Of an earlier run.
@@ -164,8 +169,7 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
         )
     about = json.loads((path / _ABOUT).read_text())
     call = _flat(args, kwargs)
-    if list(call.paths) != about["paths"]:
-        raise ValueError(_difference(list(call.paths), about["paths"]))
+    _check_paths(list(call.paths), about["paths"])
     numbered = _checkpointer().restore(path / _ARRAYS)
     found = []
     for at, (name, like) in enumerate(zip(call.paths, call.arrays, strict=True)):
@@ -186,18 +190,15 @@ def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
     return FlatCall(lambda *args, **kwargs: None, args, kwargs)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _difference(now: list[str], before: list[str]) -> str:
-    gone = [path for path in before if path not in now][:3]
-    come = [path for path in now if path not in before][:3]
-    return (
-        f"the capture is of other arguments: it has {len(before)} arrays and the arguments have "
-        f"{len(now)}; only the capture has {gone}, only the arguments have {come}. "
-        "Give arguments like those that were captured"
-    )
+def _check_paths(now: list[str], before: list[str]) -> None:
+    if now != before:
+        gone = [path for path in before if path not in now][:3]
+        come = [path for path in now if path not in before][:3]
+        raise ValueError(
+            f"the capture is of other arguments: it has {len(before)} arrays and the arguments "
+            f"have {len(now)}; only the capture has {gone}, only the arguments have {come}. "
+            "Give arguments like those that were captured"
+        )
 
 
 def _checkpointer() -> Any:

@@ -21,6 +21,7 @@ _UPSTREAM = 8
 # So many steps fit on a line, and so many sites on a picture.
 _STEPS, _SITES = 6, 60
 _COLUMNS = ("site", "pass", "scope")
+# The red of `html_table`.
 _BAD = "#d32f2f"
 
 
@@ -188,6 +189,8 @@ def _upstream(layout: Layout, row: int) -> list[int]:
     parents = Parents(layout)
     found, at = [row], 0
     while at < len(found) and len(found) <= _UPSTREAM:
+        # As in the first turn of a loop: what comes from outside of it is shown, and not the same
+        # lines once more from the turn before.
         turns = (0.0,) * len(layout.sites[found[at]].loops)
         for value, _ in parents.of_site(found[at], turns):
             if isinstance(value, int) and value not in found:
@@ -207,6 +210,7 @@ def _drawn(report: DebugReport) -> list[Trace]:
     """The sites that are drawn, in the order of a run."""
     if len(report.sites) <= _SITES:
         return list(report.sites)
+    # By identity: a trace with a NaN in it is equal to nothing.
     shown = {id(trace) for trace in report.shown}
 
     def urgency(trace: Trace) -> tuple[bool, bool, float]:
@@ -233,6 +237,7 @@ def _shown_steps(report: DebugReport) -> list[int]:
     """The steps that a table has columns for, by position: the last ones up to the bad one."""
     if report.step is None:
         return []
+    # What led to the bad step is before it.
     end = report.steps.index(report.step) + 1
     return list(range(max(0, end - _STEPS), end))
 
@@ -344,6 +349,8 @@ def draw_map(
     image = axes.imshow(
         magnitudes, aspect="auto", cmap=colors, extent=extent, interpolation="nearest"
     )
+    # A second picture over the first, as a color map has only one color for what has no number, and
+    # that is for what was not computed.
     red = np.zeros((*values.shape, 4))
     red[bad] = (*(int(_BAD[i : i + 2], 16) / 255 for i in (1, 3, 5)), 1.0)
     axes.imshow(red, aspect="auto", extent=extent, interpolation="nearest")

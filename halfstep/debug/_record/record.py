@@ -3,16 +3,16 @@
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from halfstep._base import parse_dtype
+from halfstep._base import is_inexact, parse_dtype, type_of
 from halfstep.debug._instrument.layout import InstrumentedCall, Layout, Sites, instrument
 from halfstep.debug._instrument.run import run
 from halfstep.debug._instrument.site import Site
@@ -56,6 +56,7 @@ class Log(eqx.Module):
 
     def after(self, rows: jax.Array) -> "Log":
         """The log with the rows of one more step, in place of the oldest."""
+        # A ring: nothing is moved, so that with a donated log one step is written in place.
         place = self.step % self.rows.shape[0]
         return Log(self.rows.at[place].set(rows), self.step + 1, self.layout)
 
@@ -81,7 +82,7 @@ class Log(eqx.Module):
 
 def new_log(layout: Layout, last: int) -> Log:
     """A log without steps."""
-    row: Any = np.asarray(EMPTY + (-1.0,) * layout.loops, np.float32)
+    row = np.asarray(EMPTY + (-1.0,) * layout.loops, np.float32)
     rows = jnp.asarray(np.tile(row, (last, len(layout.sites), 1)))
     return Log(rows, jnp.zeros((), jnp.int32), layout)
 
@@ -139,10 +140,11 @@ class Recorder:
                 "the first argument of a recorded function is its log, as `init(*args)` makes it; "
                 f"got {type(log).__name__}"
             )
-        if traced.layout.sites != log.sites:
-            raise ValueError(_difference(log.sites, traced.layout.sites))
+        _check_sites(log.sites, traced.layout.sites)
         arrays = [_whole_step(array) for array in traced.call.arrays]
         results, rows = run(traced.layout, traced.layout.body, arrays, traced.compute)
+        # With the layout that the log has, though the new one says the same: it is static and
+        # compared by identity, and another one in each step would compile each step.
         return log.after(rows), traced.call.rebuild(results)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InstrumentedCall:
@@ -205,30 +207,32 @@ def record(
 
 
 @jax.custom_jvp
-def _identity(x: Any) -> Any:
+def _identity(x: ArrayLike) -> ArrayLike:
     return x
 
 
 @_identity.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(primals: Sequence[ArrayLike], tangents: Sequence[object]) -> NoReturn:
     raise TypeError(
-        "a recorded function cannot be differentiated: record the whole step, with the gradient "
-        "inside, as `debug.record(lambda params, batch: jax.grad(loss)(params, batch))`"
+        f"a recorded function cannot be differentiated, here by an argument {type_of(primals[0])}: "
+        "record the whole step, with the gradient inside, as "
+        "`debug.record(lambda params, batch: jax.grad(loss)(params, batch))`"
     )
 
 
-def _whole_step(array: Any) -> Any:
-    # Derivatives of the user's own (custom_vjp) are not kept by what is run here.
-    is_float = hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.inexact)
-    return _identity(array) if is_float else array
+def _whole_step(array: ArrayLike) -> ArrayLike:
+    # Derivatives of the user's own (custom_vjp) are not kept by what is run here: a gradient of it
+    # would be silently another one, so it is an error instead.
+    return _identity(array) if is_inexact(array) else array
 
 
-def _difference(before: Sequence[Site], now: Sequence[Site]) -> str:
-    known, new = set(before), set(now)
-    gone = next((site for site in before if site not in new), None)
-    come = next((site for site in now if site not in known), None)
-    return (
-        "the log is of another function, or of arguments of other shapes or dtypes: it has "
-        f"{len(before)} sites and the function {len(now)}; only the log has: {gone}; only the "
-        f"function has: {come}. Make a new one with `init(*args)`"
-    )
+def _check_sites(before: Sequence[Site], now: Sequence[Site]) -> None:
+    if before != now:
+        known, new = set(before), set(now)
+        gone = next((site for site in before if site not in new), None)
+        come = next((site for site in now if site not in known), None)
+        raise ValueError(
+            "the log is of another function, or of arguments of other shapes or dtypes: it has "
+            f"{len(before)} sites and the function {len(now)}; only the log has: {gone}; only the "
+            f"function has: {come}. Make a new one with `init(*args)`"
+        )
