@@ -316,7 +316,7 @@ def test_what_is_no_number(mesh):
     for wrong in ("high", 1j, None, jax.random.key(0)):
         with pytest.raises(ValueError, match="`mine` must be one real number"):
             live.update(0, mine=wrong)
-    with pytest.raises(ValueError, match=r"`loss` is traced: .* inside of a compiled function"):
+    with pytest.raises(ValueError, match=r"`loss` is traced: .* inside a compiled function"):
         jax.jit(lambda x: live.update(0, loss=x))(1.0)
     with pytest.raises(TypeError, match="`step` must be a number on the host"):
         live.update(jnp.asarray(1))

@@ -1,1 +1,1 @@
-"""A policy beside float32: how far apart, where error is added, what must stay in float32."""
+"""Compare a policy with float32: how far apart, where error is added, what must stay wide."""

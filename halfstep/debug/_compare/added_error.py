@@ -1,4 +1,4 @@
-"""How much error a site adds to what it is made of, in the turn of a loop in which it adds most."""
+"""Attribute error: how much a site adds to the error of the values that it is made of."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,12 +39,12 @@ class Errors:
         row, loops = self._rows[number], len(self._layout.sites[number].loops)
         if row.ndim == 1:
             return Added(self._before(number, (0.0,) * loops))
-        # A site in a branch inside of a loop is computed in some turns only.
+        # A site in a branch inside a loop is computed in some iterations only.
         flat = row.reshape(-1, row.shape[-1])
         places = [place for place, one in enumerate(flat) if was_computed(one)]
         errors = [distance(flat[place]).error for place in places]
         if row.ndim - 1 != loops:
-            # Turns of a `while` are one row: which of them it was is not known.
+            # All iterations of a `while` share one row, so the iteration is not known.
             before, best = self._before(number, (0.0,) * loops), int(np.argmax(errors))
             return Added(before, tuple(errors), best)
         times = [

@@ -1,4 +1,4 @@
-"""`bisect`: which parts of a function must stay in float32, found with few trials."""
+"""`bisect`: find the parts of a function that must stay in float32, with few trials."""
 
 import dataclasses
 import math
@@ -120,15 +120,15 @@ def bisect(
                     f"few bits it is {got}. Allow a larger tolerance, or look at the function in "
                     "float32: `debug.first_nonfinite` says where it is not finite."
                 )
-            # One program more, to know where to look first: the search takes the fewest trials when
-            # what is needed is at the beginning of the list.
+            # One more program tells where error is added. The search needs the fewest trials if the
+            # rules that are needed come first.
             added = _added(func, batches[0], policy)
             trials.compiles += 1
             units = _promising(units, added)
             found = smallest(units, is_enough)
-            # Scopes came first, as there are far fewer of them than operations. Their operations
-            # alone may not be enough, since a scope also has those that only follow their operands:
-            # then the scopes stay.
+            # Scopes come first because there are far fewer of them than operations. Rules for their
+            # single operations may not be enough, since a scope also covers operations that only
+            # follow their operands. In that case the scopes stay.
             finer = _inside(found, operations)
             if refine and finer != found and is_enough(finer):
                 units = _promising(finer, added)
@@ -167,7 +167,7 @@ def _lowered(plan: Plan) -> list[_Lowered]:
     finder, found = Finder(), []
     for owner, index in decided(plan):
         node, decision = owner.graph.nodes[index], owner.decisions[index]
-        # What only follows its operands is wide as soon as they are.
+        # An operation that follows its operands becomes wide when they do.
         low = decision.dtype == owner.settings.compute and decision.rule is not Rule.FOLLOW
         if decision.inner is None and (low or decision.site is not None):
             line = finder.find(node.source.traceback).short
@@ -245,7 +245,7 @@ def _added(
     func: Callable[..., Any], args: Sequence[Any], policy: Policy
 ) -> list[tuple[Operation, float]]:
     """The operations that add error, and how much."""
-    # `compare` would have to be given the recipe's state: the list stays in its order.
+    # `compare` needs the state of such a recipe, so there is no order to offer.
     if policy.recipe is not None and policy.recipe.needs_state:
         return []
     report = compare(func, policy, sites="ops", gradients=False)(*args)
@@ -280,8 +280,8 @@ def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> 
         return _without_needless(items, is_enough)
     found: tuple[T, ...] = ()
     pool = tuple(items)
-    # With the members found so far, the shortest beginning of the pool that is enough ends with a
-    # member: without it, the beginning would be shorter. All after it are not needed any more.
+    # Given the members found so far, the shortest prefix of the pool that is enough ends with
+    # another member: without it the prefix would not be enough. Everything after it is not needed.
     while not is_enough(found):
         count = _shortest(pool, found, is_enough)
         found, pool = (*found, pool[count - 1]), pool[: count - 1]
@@ -294,7 +294,7 @@ def _without_needless(
 ) -> tuple[T, ...]:
     if is_enough(()):
         return ()
-    # The least promising first: of two that can stand for each other, the promising one stays.
+    # The least promising first: if two rules can replace each other, the more promising one stays.
     kept = tuple(items)
     for item in reversed(items):
         rest = tuple(other for other in kept if other != item)

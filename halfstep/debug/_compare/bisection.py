@@ -1,4 +1,4 @@
-"""What a bisection has found."""
+"""The report of a bisection: the rules that are needed, and the policy with them."""
 
 import dataclasses
 import html as escaping

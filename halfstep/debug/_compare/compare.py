@@ -1,4 +1,4 @@
-"""`compare`: a function in a policy beside the same function in float32."""
+"""`compare`: run a function in a policy and in float32, and report where they differ."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -111,8 +111,8 @@ def compare(
 
         of_results, rows = CompiledAsWritten(both)(call.arrays, slots)
         deviations = _deviations(layout, plan, [np.asarray(row) for row in rows])
-        # In a program of their own, by the transform that training calls, loss scaling included:
-        # what runs side by side is the forward pass only.
+        # Gradients come from the transform that training uses, loss scaling included, in a program
+        # of their own: the side-by-side run has only the forward pass.
         of_gradients: tuple[GradientDeviation, ...] = ()
         if gradients and is_loss(plan.graph, has_aux):
             of_gradients = _of_gradients(func, policy, scaling, has_aux, args, kwargs)
@@ -147,9 +147,10 @@ def _plans(body: Body, plan: Plan) -> Iterator[tuple[Body, Plan]]:
     """The plan of each function of a program."""
     yield body, plan
     for index, bodies in body.inner.items():
-        # Of a `while`, the first is that of its condition.
+        # The first plan of a `while` is that of its condition, which has no body here.
         inside = list(inner_plans(plan.decisions[index].inner))[-len(bodies) :]
-        # Where the policy looks into nothing there are no plans, and sites are as they are traced.
+        # Operations that the policy does not look into have no plans; their sites keep the traced
+        # dtype.
         for pair in zip(bodies, inside, strict=False):
             yield from _plans(*pair)
 

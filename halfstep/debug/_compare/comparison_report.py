@@ -310,13 +310,14 @@ def _draw_sites(axes: Any, sites: Sequence[Deviation], worst: Sequence[Deviation
     floor, top = min(finite, default=1e-8), max(finite, default=1.0)
 
     def height(value: float) -> float:
-        # A logarithmic axis has no place for infinity and for zero: above all, and at the bottom.
+        # A logarithmic axis has no infinity and no zero: these are drawn above everything and at
+        # the bottom.
         return 3 * top if not math.isfinite(value) else max(value, floor)
 
     axes.plot(range(len(values)), [height(value) for value in values], color=_LINE, lw=1)
     bad = [at for at, value in enumerate(values) if not math.isfinite(value)]
     axes.scatter(bad, [3 * top] * len(bad), color=_JUMP, marker="x", s=18, zorder=3)
-    # By identity: a site is looked for, and not another one with the same numbers.
+    # By identity: two different sites may have equal numbers.
     positions = {id(site): end for site, end in zip(shown, ends, strict=True)}
     names = []
     for number, site in enumerate(worst[:_NAMED], 1):

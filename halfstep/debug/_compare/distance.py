@@ -1,4 +1,4 @@
-"""How far two values are apart: a row of sums, which add up over turns and shards."""
+"""Measure how far apart two values are: a row of sums, which add up over iterations and shards."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -56,14 +56,15 @@ class Distance(NamedTuple):
 def sums(policy_value: ArrayLike, float32_value: ArrayLike) -> jax.Array:
     """The row of two values of one shape."""
     low, wide = _flat(policy_value), _flat(float32_value)
-    # An infinity that both have is no error; one that only one has is counted, and left out of the
-    # sums, which would otherwise say nothing about all other elements.
+    # An infinity in both values is not an error. One in only one of them is counted in `bad` and
+    # kept out of the sums, which would lose all other elements to it.
     both = jnp.isfinite(low) & jnp.isfinite(wide)
     same = (low == wide) | (jnp.isnan(low) & jnp.isnan(wide))
     bad = jnp.sum(~both & ~same, dtype=jnp.float32)
     low, wide = jnp.where(both, low, 0), jnp.where(both, wide, 0)
     largest = jnp.maximum(jnp.max(jnp.abs(low)), jnp.max(jnp.abs(wide)))
-    # Squares of 1e-25 are zero in float32, and those of 1e25 infinite.
+    # In float32 the square of 1e-25 is zero and that of 1e25 is infinite, so both are divided by
+    # the largest magnitude first.
     unit = jnp.where(largest > 0, largest, 1)
     low, wide = low / unit, wide / unit
     made = [(low - wide) ** 2, wide**2, low**2, low * wide]
@@ -85,12 +86,12 @@ def absent(shape: tuple[int, ...]) -> jax.Array:
 
 def added(rows: Rows) -> Rows:
     """Rows of turns or shards as one: `[n, ..., columns]` to `[..., columns]`."""
-    # On the host in float64, where rows of all sites are added; in a program with JAX.
+    # Programs add rows with JAX; the host adds them with NumPy, in float64.
     library: Any = np if isinstance(rows, np.ndarray) else jnp
     sizes = rows[..., : Sum.ABSMAX + 1]
     largest = library.max(sizes, axis=0, keepdims=True)
     unit = library.where(largest > 0, largest, 1)
-    # Every row is in a unit of its own, and squares are by the square of it off.
+    # Each row has its own unit (`ABSMAX`), so its sums of squares are rescaled to the common one.
     factor = (library.maximum(sizes, 0) / unit) ** 2
     squares = library.sum(rows[..., Sum.DIFFERENCE : Sum.BAD] * factor, axis=0)
     bad = library.sum(rows[..., Sum.BAD :], axis=0)
@@ -110,12 +111,13 @@ def distance(rows: Array | Sequence[Array | Sequence[float]]) -> Distance:
     row = added(every)
     apart, wide, low = row[Sum.DIFFERENCE], row[Sum.WIDE], row[Sum.LOW]
     bad = int(row[Sum.BAD])
-    # One element that only one of them has lost is all of it, however good the others are.
+    # One element that is finite in only one of the values makes the error infinite, no matter how
+    # small the other errors are.
     if bad:
         return Distance(float("inf"), 0.0, bad)
     if not wide:
         return Distance(float("inf") if apart else 0.0, 0.0 if apart else 1.0, 0)
     error = float(np.sqrt(apart / wide))
     cosine = float(row[Sum.PRODUCT] / np.sqrt(wide * low)) if low else 0.0
-    # Rounding takes the cosine of equal values above 1.
+    # Rounding may push the cosine of equal values above 1.
     return Distance(error, min(cosine, 1.0), 0)

@@ -1,4 +1,4 @@
-"""How far a policy is from float32, on some batches, also in its gradients."""
+"""Measure the error of a policy against float32, in results and gradients, on some batches."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -69,20 +69,20 @@ class Trials:
 
     def error(self, policy: Policy) -> float:
         """The error of a policy, as a share."""
-        # Known by what it decides and not by its text: many rules of a search change nothing more
-        # than others do, and what runs the same way is not compiled again.
+        # Cached by what the policy decides, not by its text: many sets of rules lead to the same
+        # program, which need not be compiled twice.
         plan = self.plan(policy)
         key = _signature(plan)
         if key not in self._known:
             self.compiles += 1
             found = float(self._measure(_active(policy, plan)))
-            # A NaN would be neither above nor below the tolerance.
+            # NaN compares false with everything, and would look like an error within the tolerance.
             self._known[key] = found if np.isfinite(found) else float("inf")
         return self._known[key]
 
     def _error(self, policy: Policy) -> float:
         if self._exact is None:
-            # Only if it is asked for: a user's own measure needs no float32 run.
+            # Computed on first use: a user's own measure needs no float32 run.
             self.compiles += 1
             exact = CompiledAsWritten(self._function(as_policy("f32")))
             self._exact = [exact(*batch) for batch in self._batches]
@@ -101,7 +101,7 @@ class Trials:
             return rewritten(self._func, settings, params=(0,), keep=policy.keep)
         recipe, state = policy.recipe, None
         if recipe is not None and recipe.needs_state:
-            # Always the same key, so that two policies differ in what they decide and not in luck.
+            # A fixed key, so that two policies differ by their decisions and not by chance.
             key = {"key": jax.random.key(0)} if recipe.is_random else {}
             state = recipe.init(self._func, *self._batches[0], policy=policy, **key)
         return gradients_of(self._func, policy, state, has_aux=self._has_aux)
@@ -128,14 +128,15 @@ def _apart(low: object, exact: object) -> float:
     return max(distance([_row(*pair) for pair in together]).error for together in pairs)
 
 
-# Compiled, as it is called for every parameter in every trial.
+# Jitted, because every trial calls it for every parameter.
 @jax.jit
 def _row(low: jax.Array, exact: jax.Array) -> jax.Array:
     return sums(jnp.asarray(low), jnp.asarray(exact))
 
 
 def _active(policy: Policy, plan: Plan) -> Policy:
-    # `autocast` raises for a rule that decides nothing; here rules are tried that others make idle.
+    # `autocast` raises for rules that match nothing, and in a search some rules make others
+    # redundant.
     used = {owner.decisions[index].by for owner, index in decided(plan)}
     return policy.replace(rules=[rule for rule in policy.rules if str(rule) in used])
 
@@ -160,7 +161,8 @@ def scaling_for(policy: Policy, scaling: AbstractLossScaling | None) -> Abstract
     """A loss scaling, if the user gives none."""
     if scaling is not None:
         return scaling
-    # What training begins with: without it, most of float16's error would be gradients that vanish.
+    # The scale that `DynamicLossScaling` starts with. Without it, underflow in the gradients would
+    # dominate float16's error.
     is_narrow = policy.compute == np.dtype(np.float16)
     return StaticLossScaling(2.0**15) if is_narrow else NoLossScaling()
 
@@ -203,7 +205,8 @@ class CompiledAsWritten:
 
     def __init__(self, func: Callable[..., Any]):
         self._func = func
-        # What is no array is part of the program, which is compiled again when it changes.
+        # Anything that is not an array is part of the program and triggers a new compilation when
+        # it changes.
         self._static: Any = None
         self._run: Callable[..., Any] | None = None
 

@@ -1,1 +1,1 @@
-"""A program with its values recorded: what is recorded, where, and what each value is made of."""
+"""Run a program with its values recorded, and know what each value is made of."""

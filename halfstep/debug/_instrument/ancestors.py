@@ -1,4 +1,4 @@
-"""Which recorded values a value is made of, through loops, branches and calls."""
+"""Find the recorded values that a value is made of, through loops, branches and calls."""
 
 import dataclasses
 import math
@@ -15,8 +15,8 @@ from halfstep.debug._instrument.layout import Layout
 
 Turns = tuple[float, ...]
 """A turn of each loop around a value, in the order in which they run; infinite: the last one."""
-# Infinity minus one is infinity. So one turn before the last one of a loop, whose number is not
-# known, is the last one again, and `seen` ends the walk: each value of a loop is visited once.
+# Infinity minus one is infinity. The iteration before the last one, whose number is not known, is
+# therefore the last one again, and `seen` ends the walk after one visit of each value.
 ANY = math.inf
 
 
@@ -84,8 +84,8 @@ class Parents:
             if isinstance(root, Constant):
                 found.append(root)
                 continue
-            # Of several, as of the branches of a `cond`, one stands for all: the report has a line
-            # for each operand.
+            # If there are several, as for the branches of a `cond`, the first stands for all:
+            # reports have one line per operand.
             found += [value for value, _ in self._resolve(Moment(body, root, turns), set())][:1]
         return found
 
@@ -99,7 +99,7 @@ class Parents:
             if maker is None or maker in found:
                 continue
             node = body.graph.nodes[maker]
-            # Made of nothing that is given, and so not where it went wrong.
+            # It depends on constants only, so it cannot be the cause.
             if all(isinstance(operand, Constant) for operand in node.ins):
                 continue
             found[maker] = node.name
@@ -117,7 +117,7 @@ class Parents:
             if body.is_move(index):
                 continue
             takes = any(body.root(operand) == number for operand in node.ins)
-            # `is_finite`, `lt` and the like: floating point goes in and none comes out.
+            # Comparisons and `is_finite` take floating point and return none.
             if takes and not any(_is_inexact(body.graph.avals[out]) for out in node.outs):
                 return True
         return False
@@ -126,7 +126,7 @@ class Parents:
         body, turns = moment.body, moment.turns
         operand = body.root(moment.operand)
         if isinstance(operand, Constant):
-            # Finite numbers in the program are of no interest; the `-inf` of a mask is an origin.
+            # Finite constants are harmless; the `-inf` of a mask may be the origin.
             if _is_bad(operand.value):
                 yield operand, turns
             return
@@ -142,8 +142,8 @@ class Parents:
             yield from self._of_input(Moment(body, operand, turns), seen)
         elif index in body.inner:
             position = body.graph.nodes[index].outs.index(operand)
-            # Which branch ran is not in the rows: all are followed, and what was not computed has
-            # a row that says so. Of a loop, what comes out is of its last turn.
+            # All branches are followed: rows of a branch that did not run say so. The results of a
+            # loop are those of its last iteration.
             for inner in body.inner[index]:
                 inside = (*turns, ANY) if _is_loop(inner) else turns
                 out = inner.graph.outputs[position]
@@ -171,7 +171,7 @@ class Parents:
             result = body.graph.outputs[called.carried.index(position)]
             before = Moment(body, result, (*turns[:-1], turn - 1))
             yield from self._resolve(before, seen)
-        # The last turn may be the first one, so that it also has what the loop was given.
+        # The last iteration may be the only one, and then its carry is the initial value.
         if not is_carried or turn <= 0 or turn == ANY:
             yield from self._resolve(Moment(outer, operand, turns[:-1]), seen)
 
@@ -181,7 +181,7 @@ def _is_loop(body: Body) -> bool:
 
 
 def _is_inexact(value: AbstractValue | np.ndarray) -> bool:
-    # JAX's, as NumPy's own does not know that bfloat16 and formats of 8 bits are of floating point.
+    # Not `np.issubdtype`, which does not count bfloat16 and fp8 as floating point.
     return jnp.issubdtype(getattr(value, "dtype", np.dtype(bool)), jnp.inexact)
 
 

@@ -1,4 +1,4 @@
-"""A program and the functions inside of it, and which of their values are sites."""
+"""A program as a tree of functions, and which of their values are sites."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ class Body:
     lines: tuple[Source, ...]
     """Of each operation."""
     inner: Mapping[int, tuple["Body", ...]]
-    """The functions inside of operations, by the operation's number."""
+    """The functions inside operations, by the operation's number."""
     turn_inputs: frozenset[int] = frozenset()
     """Inputs that are another slice in every turn of a loop."""
     called: Inner | None = None
@@ -75,8 +75,8 @@ class Body:
             if maker is None or self.graph.nodes[maker].name not in _MOVES:
                 break
             node = self.graph.nodes[maker]
-            # A barrier has a result for each operand. All others move the first one: a slice also
-            # has indices, and what is split has several results.
+            # A barrier has one result per operand. All other moves take the value first: a slice
+            # has indices after it, and a split has several results.
             paired = len(node.ins) == len(node.outs)
             operand = node.ins[node.outs.index(operand) if paired else 0]
         return operand
@@ -93,7 +93,7 @@ class Body:
         known: set[int] = set()
         found = set()
         for index, node in enumerate(self.graph.nodes):
-            # Without operands it may still differ from device to device, as `axis_index` does.
+            # An operation without operands may still differ between devices, as `axis_index` does.
             if node.ins and all(isinstance(o, Constant) or o in known for o in node.ins):
                 found.add(index)
                 known.update(node.outs)
@@ -138,8 +138,8 @@ def _body(function: ClosedJaxpr, around: _Around, finder: Finder, **known: Any) 
     inner = {}
     for index, node in enumerate(graph.nodes):
         if is_looked_into(node):
-            # Name stacks inside of a function begin at it. That of the operation goes before, so
-            # that a loop in the backward pass is known to be in it.
+            # Name stacks inside a function start at that function. The operation's own stack is put
+            # in front, so that the body of a loop in the backward pass is recognized as backward.
             found = _Around(
                 node.scope,
                 stacks[index],
@@ -186,8 +186,8 @@ def _stages(
     graph: Graph, stacks: Sequence[str], around: _Around
 ) -> tuple[tuple[Pass, ...], set[int]]:
     """Which pass each operation is of, and which values only the backward pass uses."""
-    # Only differentiation is in name stacks. The update is what is left over: it uses gradients, or
-    # it has nothing to do with the loss, as the count of steps in an optimizer's state.
+    # Name stacks mark only differentiation. The update is the rest: operations that use gradients,
+    # or that the loss does not depend on, such as the step count of an optimizer.
     known: list[Pass | None] = [_written_stage(stack) for stack in stacks]
     before = _made_into(graph, [stage is not None for stage in known])
     found: list[Pass] = []
@@ -200,9 +200,9 @@ def _stages(
         if stage != "forward":
             after.update(node.outs)
         found.append(stage)
-    # What the forward pass computes for nothing but the backward pass is a derivative's factor, as
-    # the `1 / (2 * sqrt(x))` of a root. JAX computes it early and names it as the forward pass, but
-    # whoever reads that it is infinite must look at the derivative: the loss may well be finite.
+    # Values that the forward pass computes only for the backward pass are factors of a derivative,
+    # such as the `0.5 / sqrt(x)` of a root. JAX computes them early and names them as forward. But
+    # if such a factor is infinite, the derivative is to blame: the loss may well be finite.
     only = {
         out
         for out, alone in zip(graph.outputs, around.for_backward, strict=True)
@@ -213,7 +213,7 @@ def _stages(
         for out, alone in zip(graph.outputs, around.for_backward, strict=True)
         if not alone and not isinstance(out, Constant)
     }
-    # From the last operation back: by then all users of a value are known.
+    # Backwards, so that all users of a value are known when its operation is reached.
     for index in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[index]
         used = [number for number in node.outs if number in only or number in others]
@@ -227,8 +227,8 @@ def _stages(
 
 def _written_stage(stack: str) -> Pass | None:
     """The pass of an operation, as JAX writes it into the name stack; `None` outside of both."""
-    # First: what `jax.checkpoint` computes again is inside of the backward pass, which is
-    # `transpose(jvp(...))` in the stack, with the name of the recomputation after it.
+    # Checked first: `jax.checkpoint` recomputes inside the backward pass, so the stack of a
+    # recomputed operation also contains `transpose(`.
     if RECOMPUTED in stack:
         return "forward"
     if "transpose(" in stack:
@@ -254,7 +254,7 @@ def _made_into(graph: Graph, marked: Sequence[bool]) -> frozenset[int]:
 def every_operation(body: Body) -> frozenset[int]:
     """All that is computed, all that is given, and what each turn of a loop is given."""
     live = body.live()
-    # What an operation with functions inside returns is a value of these, and recorded there.
+    # The results of an operation with inner functions are recorded inside these functions.
     found = {
         number
         for index in live
@@ -280,15 +280,15 @@ def between_lines(body: Body) -> frozenset[int]:
 
     def group(index: int) -> Group:
         node = graph.nodes[index]
-        # A loop or a branch is never of one group with its neighbors: what goes into it is handed
-        # on, even on one line, since inside is where it may go wrong.
+        # A loop or a branch forms a group of its own. So the values that enter it are recorded even
+        # if everything is on one line.
         alone = index if index in body.inner else None
         return node.scope, body.lines[index], body.stages[index], alone
 
     live = body.live()
 
     def hand_on(operand: Operand, user: Group | None) -> None:
-        # The value before any cast that widens it: that is where it can have overflowed.
+        # Skip casts that widen: the value may have overflowed before them, not in them.
         root = body.root(operand)
         maker = graph.maker(root)
         while maker is not None and _widens(graph, maker):
@@ -301,8 +301,8 @@ def between_lines(body: Body) -> frozenset[int]:
         if not body.is_move(index) and body.stages[index] != "update":
             for operand in graph.nodes[index].ins:
                 hand_on(operand, group(index))
-    # To whoever called: of no group. Of the update these are the only sites, for its operations, a
-    # dozen per parameter, would be most of all.
+    # The caller belongs to no group. Results are the only sites of the update: its operations,
+    # about a dozen per parameter, would outnumber all others.
     for operand in graph.outputs:
         hand_on(operand, None)
     return _recordable(body, found)
@@ -316,7 +316,7 @@ def _widens(graph: Graph, index: int) -> bool:
     before, after = graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype
     if not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
         return False
-    # The largest bfloat16 is 0.4 % below the largest float32: close enough to be no loss of range.
+    # bfloat16's largest number is only 0.4 % below float32's, so a cast to it counts as safe.
     return float(jnp.finfo(after).max) * 1.01 >= float(jnp.finfo(before).max)
 
 
@@ -331,7 +331,7 @@ def site_of(body: Body, number: int) -> Site:
         position = body.graph.inputs.index(number)
         path = body.paths[position] if body.paths else ""
         op = ARGUMENT if body.paths else TURN_INPUT
-        # A slice that a loop is given is of the pass of the loop.
+        # A slice of the input of a loop belongs to the pass of that loop.
         stage: Pass = body.stages[0] if body.stages and not body.paths else "forward"
         return Site(op, UNKNOWN, "", stage, False, body.within, body.loops, typed(aval), path)
     node = body.graph.nodes[maker]

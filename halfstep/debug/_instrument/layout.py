@@ -1,4 +1,4 @@
-"""The rows of a program: which of its values are recorded, and which row belongs to which."""
+"""Lay out the rows of a program: which values are recorded, and in which row each one is."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Sites = OneOf["scopes", "ops"] | Callable[[Site], bool]
 """Which values are recorded: between lines and scopes, all, or those that a function wants."""
 
 
-# Compared by identity: it is static in a pytree, and JAX compares what is static in every call.
+# Compared by identity: a layout is static in the log, and JAX compares static fields in every call.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """The sites of a program, in the order of their rows, which is that of one run."""
@@ -79,7 +79,7 @@ def instrument(
             bits that the program has.
     """
     call = FlatCall(func, args, kwargs)
-    # Or else all operations of a `custom_vjp`'s backward rule would have the line of the call.
+    # Otherwise all operations of a `custom_vjp`'s backward rule would get the line of the call.
     with lines_of_backward_functions():
         program = jax.make_jaxpr(call)(*call.arrays)
     body = body_of(program, call.paths, _carried(call, program.out_avals))
@@ -89,8 +89,8 @@ def instrument(
 def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:
     """The arrays of those arguments whose like is returned: what goes from step to step."""
 
-    # By types alone, for nothing else says which result is an argument's successor. A batch that
-    # looks like a result is then no site of its own; what is made of it still is.
+    # Matched by types, since nothing else links a result to the argument that it replaces. A batch
+    # with the types of a result is then not a site, but the values computed from it are.
     def types(avals: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [(aval.shape, aval.dtype) for aval in avals]
 
@@ -142,7 +142,7 @@ def layout_of(body: Body, select: Select, keep: Callable[[Site], bool] | None = 
         select: Which values are sites.
         keep: Which of these sites are.
     """
-    # Every function has an entry, also one without sites, so that readers need not ask.
+    # Every function gets an entry, even without sites, so that readers need no default.
     sites: list[Site] = []
     owners: list[tuple[Body, int]] = []
     rows: dict[Body, Mapping[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What is recorded of a value: a row of numbers, and the range that they say."""
+"""Reduce a value to the row of numbers that is recorded of it."""
 
 import dataclasses
 import math
@@ -37,12 +37,11 @@ class Column(IntEnum):
     """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
 
 
-# A reduction over all axes runs on one core of a CPU. So the first axes stay until the end, as many
-# as are needed for so many rows, which XLA spreads over cores.
+# XLA:CPU reduces an array to one number on a single core. So the leading axes, enough of them for
+# this many rows, are kept in a first reduction, which runs on all cores.
 _PARTS = 8
 
-# The row of what was not computed. It changes no row that it is combined with: its numbers are
-# neutral for maxima, minima and sums.
+# The row of a value that was not computed. It is neutral for the maxima, minima and sums of rows.
 EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
 
 
@@ -67,8 +66,8 @@ def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> lis
     bits, infinite = _magnitude(value), _bits_of(np.inf, dtype)
     low, high = _limits(dtype, compute)
     counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
-    # One pass for all five: on a CPU, five passes take ten times as long. Counts are integers, as
-    # a sum of ones in float32 ends at 2^24.
+    # One pass for all five: on a CPU, five passes take ten times as long. Counts are integers
+    # because a float32 sum of ones stops at 2^24.
     given = (
         bits,
         jnp.where((bits > 0) & (bits < infinite), bits, infinite),
@@ -145,7 +144,7 @@ def combined(rows: jax.Array, where: Column | int) -> jax.Array:
 
 def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -> jax.Array:
     """The rows of a loop whose turns are not known beforehand, after one more."""
-    # One by one, as a `while_loop` cannot stack what its turns return.
+    # Merged one by one, because a `while_loop` cannot stack the results of its iterations.
     is_bad = now[:, Column.BAD] > 0
     now = now.at[:, where].set(jnp.where(is_bad, turn.astype(jnp.float32), np.float32(-1)))
     rows = jnp.stack([before, now])
@@ -155,9 +154,9 @@ def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -
 
 def _merged(rows: jax.Array, bad: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
     """Rows as one; those of detail are of a turn, if anything was bad in it."""
-    # Magnitude and count are of the first turn in which the value itself is not finite. Its range
-    # and zeros are of the first turn in which any value of the function is not: so they say what
-    # went into the operation that began it, and not what later turns made of NaN.
+    # Magnitude and count are of the first iteration in which the value itself is not finite. Range
+    # and zeros are of the first iteration in which any value of the function is not finite: they
+    # describe the operands of the operation that started it, not what later iterations made of NaN.
     first = jnp.argmax(bad, axis=0)[None, :, None]
     at_first = jnp.take_along_axis(rows, first, axis=0)[0]
     ran = rows[:, :, Column.ABSMAX] != -1
@@ -212,7 +211,7 @@ def _bits_of(number: float, dtype: np.dtype) -> np.ndarray:
 def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     value = jax.lax.bitcast_convert_type(bits, dtype)
     if dtype.itemsize == 8:
-        # Rows are float32: a float64 that is finite must not become infinite there.
+        # Rows are float32, and a finite float64 must not become infinite in them.
         largest = np.asarray(np.finfo(np.float32).max, dtype)
         value = jnp.where(jnp.isfinite(value), jnp.minimum(value, largest), value)
     return value.astype(jnp.float32)
@@ -221,7 +220,7 @@ def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """The bits of the compute dtype's smallest normal number and of its largest."""
     largest = float(jnp.finfo(compute).max)
-    # A dtype that does not reach so far makes zero and infinity of the limits: nothing is beyond.
+    # In a dtype of smaller range the limits become zero and infinity: nothing is outside.
     with np.errstate(over="ignore"):
         low, high = _bits_of(float(jnp.finfo(compute).tiny), dtype), _bits_of(largest, dtype)
     # A dtype of fewer digits may have to round it up.

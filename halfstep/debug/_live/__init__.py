@@ -1,1 +1,1 @@
-"""What a training loop shows while it runs."""
+"""Show the numbers of a training loop while it runs."""

@@ -1,4 +1,4 @@
-"""Numbers step by step, in constant memory."""
+"""Keep numbers step by step, in constant memory."""
 
 import math
 from collections.abc import Mapping
@@ -80,15 +80,15 @@ class History:
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         """One more update. A step that was there before begins anew from it."""
-        # A restore goes back to a checkpoint. What came after it did not happen, and stays only in
-        # a point that began before it, for points are sums and cannot be taken apart.
+        # After a restore from a checkpoint, the later steps never happened. They stay only in a
+        # point that began before the restored step: a point is a sum and cannot be split.
         if self._size and step < self.last:
             while self._size and self._steps[self._size - 1] >= step:
                 self._size -= 1
             self._filled = self.width
         if not self._size or (self._filled >= self.width and step != self.last):
             self._begin(step)
-        # A step that is given in parts, by several updates, counts once.
+        # A step that several updates describe counts once.
         self._filled += step != self.last
         self.last = step
         self.updates += 1
@@ -136,8 +136,8 @@ class History:
 
     def _halve(self) -> None:
         """Of every two points, make one."""
-        # Half of the points are free again, and it takes twice as many updates until the next time:
-        # so an update costs the same on average, however long the run is.
+        # Each time, the number of updates until the next merge doubles, so the mean cost of an
+        # update does not depend on the length of the run.
         half = self._size // 2
         self._steps[:half] = self._steps[::2]
         for parts in self._parts.values():

@@ -1,4 +1,4 @@
-"""`Live`: what a training loop shows while it runs."""
+"""`Live`: show the numbers of a training loop while it runs."""
 
 import collections
 import math
@@ -181,7 +181,7 @@ class Live(Report):
                 f"{', '.join(f'`{name}`' for name in sorted(twice))} is given twice: by name, and "
                 "by `scaling`, `ledger` or `log`. Name it otherwise."
             )
-        # A mistake must be one on all processes: if only the first raised, the others would wait
+        # All processes must raise for a mistake: if only the first one did, the others would wait
         # for it in the next collective.
         if not self._is_first:
             check({**given, **numbers}, log)
@@ -261,7 +261,7 @@ class Live(Report):
         return headline(self._history), table_of(self._history, self._latest), notes
 
     def _sites_of(self, log: Log) -> Sites:
-        # Kept, as it is looked at for every site; a log that is made anew has other sites.
+        # Cached, because building it visits every site. A log from another `init` has other sites.
         if self._sites is None or self._sites.sites is not log.sites:
             self._sites = Sites(log.sites)
         return self._sites
@@ -271,7 +271,8 @@ class Live(Report):
         found = False
         while self._waiting:
             taken = self._waiting[0]
-            # In order, also if a later one is ready: the history goes forward only.
+            # Strictly in order, even if a later update is ready: a lower step means a restore to
+            # the history.
             if not (wait or len(self._waiting) > _WAITING or taken.is_ready()):
                 break
             self._waiting.popleft()
@@ -298,7 +299,7 @@ class Live(Report):
         if self._display is None or not (line := self.line):
             return
         moment = time.monotonic()
-        # A bar may draw what it was given without being asked, so it always gets the line.
+        # The display always gets the line: a tqdm bar also draws itself at other times.
         draw = now or moment - self._shown >= _PAUSE
         if draw:
             self._shown = moment

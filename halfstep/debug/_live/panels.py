@@ -1,4 +1,4 @@
-"""The history as a picture: panels above one another, with the steps in common."""
+"""Draw the history of a live view: one panel per kind of number, above a common axis of steps."""
 
 import os
 from typing import Any
@@ -110,7 +110,7 @@ def _curve(axes: Any, history: History, name: str, color: str) -> None:
     axes.plot(
         steps[known], values[known], color=color, lw=1.3, ds=style, label=label, marker=marker
     )
-    # Once points are of several updates, the mean hides what a single one did.
+    # Once a point covers several updates, its mean hides single outliers.
     if history.width > 1:
         low, high = (_values(history, name, part) for part in (Part.LOW, Part.HIGH))
         fill = {"color": color, "alpha": 0.2, "linewidth": 0}
@@ -124,7 +124,7 @@ def _mark_skips(axes: Any, history: History, skips: np.ndarray, *, on_curve: boo
     if not on_curve:
         _rug(axes, history.steps[skips], 0.04, "skipped", "|")
         return
-    # On the curve of the scale a skip is seen together with what it does to the scale.
+    # On the curve of the scale, a skip shows next to its effect on the scale.
     scales = _values(history, SCALE, Part.LAST)[skips]
     style = {"color": _BAD, "markersize": 6, "label": "skipped"}
     axes.plot(history.steps[skips], scales, ".", **style)

@@ -1,4 +1,4 @@
-"""Numbers of a step: taken without waiting for the device, read later, and made into shares."""
+"""Take the numbers of a step without waiting for the device, and read them later."""
 
 import dataclasses
 import math
@@ -55,19 +55,19 @@ class Sites:
     def shares(self, rows: np.ndarray) -> Shares | None:
         """What the rows of a step say, or `None` if nothing was computed."""
         absmax, bad, below, above = rows.T
-        # What a branch did not compute in this step counts for nothing.
+        # A branch that did not run in this step counts as nothing.
         sizes = np.where(absmax == -1, 0.0, self._sizes)
         if not sizes.any():
             return None
-        # Above the compute dtype's range is what would overflow, and not finite what has. Of a loop
-        # the latter is of one turn and the former of all: together they may be more than all.
+        # Elements above the range would overflow, non-finite ones already have. In a loop the first
+        # is a mean over iterations and the second is of one iteration, so their sum may exceed 1.
         lost = np.minimum(1, above + bad / np.maximum(sizes, 1))
         total = sizes.sum()
         worst = [self._worst(np.where(sizes > 0, share, -1.0)) for share in (below, lost)]
         return Shares(float(below @ sizes / total), float(lost @ sizes / total), *worst)
 
     def _worst(self, share: np.ndarray) -> Worst:
-        # Another one only if no line of the user's loses anything.
+        # Sites in libraries are named only if no line of the user loses anything.
         own = np.where(self._named, share, -1.0)
         at = int(np.argmax(own if own.max() > 0 else share))
         return Worst(float(share[at]), self.sites[at])
@@ -87,7 +87,8 @@ def _sizes(sites: Sequence[Site]) -> np.ndarray:
 
 def _is_named(sites: Sequence[Site]) -> np.ndarray:
     """Which sites are a line of the user's: a cast that a library has put in says nothing."""
-    # The finder leaves out frames of libraries, if there is another one: so one is offered.
+    # The finder prefers any other frame to one of a library. So a second frame is offered, and if
+    # it is chosen, the first one is in a library.
     finder, elsewhere = Finder(), Frame("elsewhere", 0, "")
 
     def is_own(site: Site) -> bool:
@@ -149,8 +150,8 @@ def take(
     """
     check(numbers, log)
     plain: dict[str, Any] = {}
-    # By device, for one program copies all arrays of a device: a call for each of them would be
-    # noticed beside a step of a millisecond.
+    # Grouped by device: one program copies all arrays of a device, since a dispatch for each array
+    # would be noticeable next to a step of a millisecond.
     arrays: dict[Any, dict[str, jax.Array]] = {}
     for name, value in numbers.items():
         if isinstance(value, jax.Array):
@@ -182,10 +183,10 @@ def check(numbers: Mapping[str, Any], log: Log | None) -> None:
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, Tracer):
         raise ValueError(
-            f"`{name}` is traced: `update` was called inside of a compiled function. Return it "
+            f"`{name}` is traced: `update` was called inside a compiled function. Return it "
             "from the step, and call `update` with what the step returns."
         )
-    # Not by converting it: that would wait for an array that is being computed.
+    # Converting an array would wait for its value; its dtype is known.
     kind = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     is_real = jnp.issubdtype(kind, jnp.number) or kind == np.bool_
     if np.shape(value) or not is_real or jnp.issubdtype(kind, jnp.complexfloating):
@@ -218,7 +219,7 @@ def _check_place(name: str, value: jax.Array, *, is_here: bool) -> None:
             f"`{name}` must be the same on all devices, and on one of process 0; got "
             f"{type_of(value)} with {value.sharding}. Let the step return it replicated: "
             "`jax.jit(step, out_shardings=jax.NamedSharding(mesh, jax.P()))`, or "
-            "`jax.lax.with_sharding_constraint` on it inside of the step."
+            "`jax.lax.with_sharding_constraint` on it inside the step."
         )
 
 

@@ -1,4 +1,4 @@
-"""The live view as a line, as a table and as HTML, and the line on the screen."""
+"""Write the live view as a line, a table and HTML, and keep its line on the screen."""
 
 import abc
 import contextlib
@@ -161,7 +161,7 @@ class Bar(Display):
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
         """It is drawn by the bar, too, and for the last time at the end of the loop."""
-        # Without a refresh the bar shows it when it next draws itself.
+        # Without `refresh`, the bar shows the line when it next draws itself.
         self._bar.set_postfix_str(line, refresh=draw)
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Where values that are not finite begin, and what to do about them."""
+"""Find where non-finite values began, and what to do about them."""

@@ -1,4 +1,4 @@
-"""`first_nonfinite`: the operation with which it began, out of what, and what to do."""
+"""`first_nonfinite`: name the first operation with a non-finite result, its operands and a fix."""
 
 import dataclasses
 import html as escaping
@@ -161,7 +161,7 @@ def first_nonfinite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> NonF
     """Find the first operation whose result is not finite while its operands are.
 
     The function is compiled and run once, with a few numbers taken of every operation's result:
-    of the forward and the backward pass and the update, inside of `scan`, `while_loop`, `cond`,
+    of the forward and the backward pass and the update, inside `scan`, `while_loop`, `cond`,
     `jax.checkpoint` and `shard_map`, on all devices. Nothing is called back on the host.
 
     An infinity or NaN that something masks (`jnp.where`) is not what is looked for, as long as
@@ -207,15 +207,15 @@ def finding(layout: Layout, rows: np.ndarray, found: NonFiniteOrigin) -> NonFini
     row, site = rows[found.row], layout.sites[found.row]
     turns = turns_of(layout, rows, found.row)
     parents = Parents(layout)
-    # With sites between lines, several operations may lie between two of them, and which one it was
-    # is not known: then all are named, and there is no advice for a single one.
+    # With `sites="scopes"`, several operations may lie between two sites, and any of them may be
+    # the one. Then all are named, and advice for a single one would mislead.
     between = parents.between(found.row)
     operands = []
     for value in parents.operands(found.row, tuple(map(float, turns))):
         if isinstance(value, Constant):
             operands.append(Operand(None, None, float(np.asarray(value.value).flat[0])))
         else:
-            # An operand that is bad in a later turn only was finite when it was used.
+            # An operand that was bad only in a later iteration was finite when it was used.
             is_later = turns_of(layout, rows, value) > turns
             operands.append(Operand(layout.sites[value], range_of(rows[value], finite=is_later)))
     kind = "nan" if math.isnan(row[Column.ABSMAX]) else "inf"
@@ -254,8 +254,8 @@ def _advice(site: Site, kind: str, operands: Sequence[Range], *, constant: bool)
             "It is bad before anything is computed. Data: look at how it is read, and drop it. A "
             "parameter or a state: an earlier step has written it, so look at that one."
         )
-    # From the specific to the general; the first that fits is said. So what only looks at the dtype
-    # comes after what knows the operation.
+    # From the specific to the general; the first match wins. Advice that depends only on the dtype
+    # comes after advice for an operation.
     few_bits = site.type.dtype in ("f16", "bf16") or site.type.bytes < 4
     narrow = site.type.dtype == "f16"
     has_zero = any(found.zeros > 0 for found in operands)

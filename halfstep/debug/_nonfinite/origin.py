@@ -1,4 +1,4 @@
-"""Where values that are not finite come from."""
+"""Search for the value with which non-finite values began."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -51,21 +51,22 @@ class _Search:
         self.found: dict[int, list[int]] = {}
 
     def find(self, bad: list[int]) -> NonFiniteOrigin | None:
-        # What is returned is what the user saw, so the search begins there: an infinity that is
-        # masked on the way may be older, and is not to blame.
+        # The search starts at the results, since that is what the user saw. An infinity that is
+        # masked on the way may be older, but is harmless.
         returned = self._bad_rows(self.parents.of_outputs())
         if returned:
             return self._from(returned, reaches=True)
-        # Otherwise with the last values of each chain. One that is compared or checked has decided
-        # something, such as to skip the step; the others are masked.
+        # Without a bad result, it starts at the end of each chain of bad values. A value that is
+        # compared or checked has decided something, such as skipping the step; the others are
+        # masked.
         used = {parent for row in bad for parent in self._above(row)}
         ends = [row for row in bad if row not in used]
         checked = [row for row in ends if self.parents.is_checked(row)]
         return self._from(checked or ends or bad, reaches=bool(checked))
 
     def _from(self, ends: list[int], *, reaches: bool) -> NonFiniteOrigin:
-        # Of each bad value that the ends are made of, the one below that it was found from: the way
-        # back is the chain.
+        # Maps each bad ancestor to the value through which it was found, so that walking back gives
+        # the chain.
         below: dict[int, int | None] = dict.fromkeys(ends)
         waiting = list(ends)
         while waiting:
@@ -76,9 +77,10 @@ class _Search:
                     waiting.append(parent)
         first = min((r for r in below if not self._above(r)), key=self._time, default=None)
         if first is None:
-            # Every one has another before it: a loop hands them around.
+            # A cycle: each value has another one before it, because a loop hands them around.
             first = min(below, key=self._time)
-        # An infinity becomes NaN later, as in `inf - inf`, and often that is where people look.
+        # An infinity often becomes NaN later, as in `inf - inf`, and the NaN is what people search
+        # for.
         began = [r for r in below if self.nan[r] and not self.nan[self._above(r)].any()]
         nan = min(began, key=self._time, default=None)
         chain = [first]
@@ -101,8 +103,9 @@ class _Search:
                 for row, turns in values
                 if not isinstance(row, Constant)
                 and self.rows[row, Column.BAD] > 0
-                # A row only has the first turn in which it was bad. If that is after the turn in
-                # which it was used, it was still finite then. Tuples compare as loops run.
+                # A row holds only the first iteration in which it was bad. If that comes after the
+                # iteration in which the value was used, the value was still finite then. Tuples
+                # compare in the order in which nested loops run.
                 and self._turns(row)[: len(turns)] <= turns
             }
         )
@@ -112,8 +115,8 @@ class _Search:
         body, _ = self.layout.owners[row]
         turns = turns_of(self.layout, self.rows, row)
         lengths = [length for _, length in self.starts[body]]
-        # Rows count slices of what is scanned; a reversed scan, as of every backward pass, takes
-        # the last one first.
+        # Rows count slices of the scanned arrays. A reversed scan, as in most backward passes,
+        # starts with the last slice.
         return tuple(
             float(length - 1 - turn if length else turn)
             for turn, length in zip(turns, lengths, strict=True)
@@ -124,8 +127,9 @@ class _Search:
         body, _ = self.layout.owners[row]
         # Factors of the backward pass are computed in the forward pass, and come after it here.
         key: list[float | int] = [_ORDER[self.layout.sites[row].stage]]
-        # Row numbers are in order within one turn. A late row of turn 2 must come before an early
-        # one of turn 3: so the turn goes first, and before it where the loop begins.
+        # Row numbers are ordered within one iteration. A late row of iteration 2 must come before
+        # an early row of iteration 3, so the iteration goes first, after the position of the loop
+        # itself.
         for (start, _), turn in zip(self.starts[body], self._turns(row), strict=True):
             key += [start, turn]
         return (*key, row)

@@ -1,1 +1,1 @@
-"""A log of the last steps, and what it says."""
+"""Record the last steps in a log, and report what it says."""

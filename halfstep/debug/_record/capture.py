@@ -1,4 +1,4 @@
-"""What a bad step was given, kept so that it can be run again."""
+"""Keep the arguments of a bad step, so that it can be run again."""
 
 import concurrent.futures
 import json
@@ -23,7 +23,7 @@ _ABOUT = "about.json"
 class Capture:
     """Keeps what a step was given whenever its gradients are not finite.
 
-    Call it inside of the jitted step. As long as all is finite it costs a branch that is not taken.
+    Call it inside the jitted step. As long as all is finite it costs a branch that is not taken.
     If not, the arrays are handed to the host and written by Orbax, in a thread of its own, into
     `directory/0`, `directory/1` and so on. `load_capture` and the command `halfstep replay` read
     them. With update or skip, what the step was given is also what it returns, and with donated
@@ -66,7 +66,7 @@ class Capture:
         self._limit = limit
         self._count = 0
         self._lock = threading.Lock()
-        # Orbax may compute, and what the device calls must not.
+        # Orbax may run JAX computations, which can deadlock inside a callback of the device.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "halfstep-capture")
         self._written: list[concurrent.futures.Future[pathlib.Path]] = []
 
@@ -87,14 +87,15 @@ class Capture:
         call = _flat(args, kwargs)
         paths = call.paths
         pairs = zip(paths, call.arrays, strict=True)
-        # Typed keys cannot become NumPy arrays: they go as numbers, with the generator's name.
+        # NumPy has no typed keys: they are stored as integers, with the name of their
+        # implementation.
         impls = {path: str(jax.random.key_impl(x)) for path, x in pairs if is_key(x)}
         arrays = [jax.random.key_data(x) if is_key(x) else x for x in call.arrays]
 
         def save(*values: Any) -> None:
             self._save({path: np.asarray(x) for path, x in zip(paths, values, strict=True)}, impls)
 
-        # The callback is in the branch, so that arrays leave the device only if they are wanted.
+        # The callback is inside the branch, so arrays leave the device only when they are needed.
         jax.lax.cond(
             jnp.asarray(is_finite),
             lambda *_: None,
@@ -104,7 +105,7 @@ class Capture:
 
     def wait(self) -> tuple[pathlib.Path, ...]:
         """Wait until everything is written, and say where; errors of writing are raised here."""
-        # Callbacks run on threads of the runtime: one may not even have begun.
+        # Callbacks run on threads of the runtime: this one may not have started yet.
         jax.effects_barrier()
         return tuple(written.result() for written in list(self._written))
 

@@ -1,4 +1,4 @@
-"""The report of a log: where it began, and what came before, as text, HTML and a picture."""
+"""The report of a log: where it began, and the steps before, as text, HTML and a picture."""
 
 import dataclasses
 import html as escaping
@@ -189,8 +189,8 @@ def _upstream(layout: Layout, row: int) -> list[int]:
     parents = Parents(layout)
     found, at = [row], 0
     while at < len(found) and len(found) <= _UPSTREAM:
-        # As in the first turn of a loop: what comes from outside of it is shown, and not the same
-        # lines once more from the turn before.
+        # Iteration 0 leads to values from outside the loop. Later iterations would list the same
+        # lines of the loop once more.
         turns = (0.0,) * len(layout.sites[found[at]].loops)
         for value, _ in parents.of_site(found[at], turns):
             if isinstance(value, int) and value not in found:
@@ -237,7 +237,7 @@ def _shown_steps(report: DebugReport) -> list[int]:
     """The steps that a table has columns for, by position: the last ones up to the bad one."""
     if report.step is None:
         return []
-    # What led to the bad step is before it.
+    # The steps before the bad one show what led to it; later ones only repeat it.
     end = report.steps.index(report.step) + 1
     return list(range(max(0, end - _STEPS), end))
 
@@ -349,8 +349,8 @@ def draw_map(
     image = axes.imshow(
         magnitudes, aspect="auto", cmap=colors, extent=extent, interpolation="nearest"
     )
-    # A second picture over the first, as a color map has only one color for what has no number, and
-    # that is for what was not computed.
+    # A second image over the first: a color map has only one color for missing numbers, and it
+    # marks values that were not computed.
     red = np.zeros((*values.shape, 4))
     red[bad] = (*(int(_BAD[i : i + 2], 16) / 255 for i in (1, 3, 5)), 1.0)
     axes.imshow(red, aspect="auto", extent=extent, interpolation="nearest")

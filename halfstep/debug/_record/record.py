@@ -56,7 +56,7 @@ class Log(eqx.Module):
 
     def after(self, rows: jax.Array) -> "Log":
         """The log with the rows of one more step, in place of the oldest."""
-        # A ring: nothing is moved, so that with a donated log one step is written in place.
+        # The rows are a ring: nothing moves, so XLA updates a donated log in place.
         place = self.step % self.rows.shape[0]
         return Log(self.rows.at[place].set(rows), self.step + 1, self.layout)
 
@@ -143,8 +143,8 @@ class Recorder:
         _check_sites(log.sites, traced.layout.sites)
         arrays = [_whole_step(array) for array in traced.call.arrays]
         results, rows = run(traced.layout, traced.layout.body, arrays, traced.compute)
-        # With the layout that the log has, though the new one says the same: it is static and
-        # compared by identity, and another one in each step would compile each step.
+        # The log keeps its own layout although the new one has the same sites: a layout is static
+        # and compared by identity, so a new one in each step would recompile each step.
         return log.after(rows), traced.call.rebuild(results)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InstrumentedCall:
@@ -221,8 +221,8 @@ def _(primals: Sequence[ArrayLike], tangents: Sequence[object]) -> NoReturn:
 
 
 def _whole_step(array: ArrayLike) -> ArrayLike:
-    # Derivatives of the user's own (custom_vjp) are not kept by what is run here: a gradient of it
-    # would be silently another one, so it is an error instead.
+    # The recorded program drops custom derivatives (`custom_vjp`), so its gradient could be
+    # silently wrong. Differentiating it is an error instead.
     return _identity(array) if is_inexact(array) else array
 
 
