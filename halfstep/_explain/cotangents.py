@@ -15,7 +15,8 @@ from jax.extend import core
 
 from halfstep._autocast import CONTRACTIONS
 from halfstep._base import FlatCall
-from halfstep._explain.finding import ExplainFinding
+from halfstep._explain.findings import ExplainFinding
+from halfstep._explain.stored import vjp_by_parameters
 from halfstep._program import Finder, structure_of
 
 # Of operations that are in neither list nothing is said: they move values or add them up.
@@ -67,23 +68,12 @@ def scale_sensitive(
 
 def _backward(call: FlatCall, params: Sequence[int]) -> tuple[Any, int]:
     """The backward pass of a function, and how many of its inputs, the first, are cotangents."""
-    moving = [
-        position
-        for position, (value, owner) in enumerate(zip(call.arrays, call.owners, strict=True))
-        if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
-    ]
 
     def results(*values: Any) -> list[Any]:
         return [leaf for leaf in call(*values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def backward(cotangents: Any, values: Sequence[Any]) -> Any:
-        def of_moving(*moved: Any) -> list[Any]:
-            changed = list(values)
-            for position, value in zip(moving, moved, strict=True):
-                changed[position] = value
-            return results(*changed)
-
-        return jax.vjp(of_moving, *(values[position] for position in moving))[1](cotangents)
+        return vjp_by_parameters(results, call, params, values)(cotangents)
 
     cotangents = jax.eval_shape(results, *call.arrays)
     return jax.make_jaxpr(backward)(cotangents, call.arrays).jaxpr, len(cotangents)

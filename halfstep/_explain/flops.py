@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast import CONTRACTIONS, TABLE, Rule
-from halfstep._explain.entry import name_of
+from halfstep._explain.entries import name_of
 from halfstep._program import equations, functions_in, structure_of
 
 # Calls whose products are nowhere in the traced program.

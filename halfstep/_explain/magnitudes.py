@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._autocast import CONTRACTIONS
-from halfstep._explain.places import Place, holds_functions, inside
+from halfstep._explain.places import PlanPlace, holds_functions, inside
 from halfstep._program import (
     Cond,
     Constant,
@@ -33,7 +33,7 @@ class Magnitudes:
     skipped: tuple[str, ...]
 
 
-def magnitudes(place: Place, arrays: Sequence[Any]) -> Magnitudes:
+def magnitudes(place: PlanPlace, arrays: Sequence[Any]) -> Magnitudes:
     """Run a function once in the precision it is written in, and look at its contractions."""
     run = _Run()
     found = jax.jit(lambda *values: run.of(place, values)[1])(*arrays)
@@ -46,7 +46,7 @@ class _Run:
     def __init__(self) -> None:
         self.skipped: list[str] = []
 
-    def of(self, place: Place, values: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
+    def of(self, place: PlanPlace, values: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         """What a plan's function returns, and the magnitudes in it."""
         graph = place.plan.graph
         env: dict[int, Any] = dict(zip(graph.inputs, values, strict=True))
@@ -70,7 +70,7 @@ class _Run:
         return [read(operand) for operand in graph.outputs], largest
 
     def nested(
-        self, place: Place, index: int, operands: Sequence[Any]
+        self, place: PlanPlace, index: int, operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
         node = place.plan.graph.nodes[index]
         inner = list(inside(place, index))
@@ -86,7 +86,7 @@ class _Run:
                 return bind_again(node.primitive, node.params, operands), {}
 
     def scanned(
-        self, loop: Scan, inner: Place, operands: Sequence[Any]
+        self, loop: Scan, inner: PlanPlace, operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
         consts, init, xs = loop.split(operands)
 
@@ -98,7 +98,7 @@ class _Run:
         return [*carry, *ys], {key: jnp.max(value, initial=0) for key, value in found.items()}
 
     def branched(
-        self, inner: Sequence[Place], operands: Sequence[Any]
+        self, inner: Sequence[PlanPlace], operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
         which, *given = operands
         keys = {
@@ -107,7 +107,7 @@ class _Run:
             for key in jax.eval_shape(lambda *values, b=branch: self.of(b, values)[1], *given)
         }
 
-        def runner(branch: Place) -> Any:
+        def runner(branch: PlanPlace) -> Any:
             def run(*values: Any) -> Any:
                 results, found = self.of(branch, values)
                 return results, {key: found.get(key, jnp.float32(0)) for key in keys}

@@ -13,7 +13,7 @@ _NO_AUTOCAST = Settings(np.dtype(np.float32), islands=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class PlanPlace:
     """A plan within others."""
 
     plan: Plan
@@ -21,7 +21,7 @@ class Place:
     """The loops, branches and calls around it, outermost first."""
     times: int = 1
     """How often it runs, as far as that is known."""
-    outer: "Place | None" = None
+    outer: "PlanPlace | None" = None
     given: tuple[Operand | None, ...] = ()
     """What of the plan around it each input is; `None` for what a loop carries."""
     key: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Place:
         return inputs.index(operand) if operand in inputs else None
 
 
-def inside(place: Place, index: int) -> Iterator[Place]:
+def inside(place: PlanPlace, index: int) -> Iterator[PlanPlace]:
     """The plans inside of an operation."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
     plans = list(inner_plans(decision.inner))
@@ -56,7 +56,7 @@ def inside(place: Place, index: int) -> Iterator[Place]:
     calls = () if structure is None else structure.inner()
     for number, (plan, call) in enumerate(zip(plans, calls, strict=True)):
         labels, key = (*place.labels, call.label), (*place.key, index, number)
-        yield Place(plan, labels, place.times * call.times, place, _given(node, call), key)
+        yield PlanPlace(plan, labels, place.times * call.times, place, _given(node, call), key)
 
 
 def _given(node: Node, call: Inner) -> tuple[Operand | None, ...]:
@@ -68,7 +68,7 @@ def _given(node: Node, call: Inner) -> tuple[Operand | None, ...]:
     )
 
 
-def holds_functions(place: Place, index: int) -> bool:
+def holds_functions(place: PlanPlace, index: int) -> bool:
     """Whether an operation is a loop, a branch or a call, and stands as its inside."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
     if decision.inner is not None:
@@ -76,13 +76,13 @@ def holds_functions(place: Place, index: int) -> bool:
     return node.structure is not None and not node.structure.is_opaque
 
 
-def _as_written(place: Place, index: int) -> Iterator[Place]:
+def _as_written(place: PlanPlace, index: int) -> Iterator[PlanPlace]:
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
     structure = node.structure
     for number, call in enumerate(() if structure is None else structure.inner()):
         graph = graph_of(call.function, node.scope)
         plan = make_plan(graph, [Kind.OTHER] * len(graph.inputs), _NO_AUTOCAST)
-        yield Place(
+        yield PlanPlace(
             plan,
             (*place.labels, call.label),
             place.times * call.times,

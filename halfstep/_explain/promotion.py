@@ -1,17 +1,31 @@
-"""Findings: float32 that nobody has asked for, and that goes on."""
+"""Findings: float32 that nobody has asked for, where it comes from, and how far it goes."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast import Kind, Rule
-from halfstep._explain.entry import name_of
-from halfstep._explain.finding import ExplainFinding
-from halfstep._explain.origins import Origin, constant_value, origins, region
+from halfstep._explain.entries import name_of
+from halfstep._explain.findings import ExplainFinding
+from halfstep._explain.places import PlanPlace
 from halfstep._explain.reasons import described
 from halfstep._explain.walk import Step
-from halfstep._program import Finder, is_traced
+from halfstep._program import Constant, Finder, Operand, is_traced
+
+# What goes on in the dtype of its operands.
+_FOLLOWERS = (Rule.WIDEST, Rule.FOLLOW)
+
+
+@dataclasses.dataclass(frozen=True)
+class WideOrigin:
+    """Where a float32 value comes from."""
+
+    kind: str
+    """`"constant"`, `"conversion"`, `"argument"`, or `"operation"`: one that belongs in float32."""
+    place: PlanPlace
+    operand: Operand
 
 
 def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[ExplainFinding]:
@@ -23,7 +37,7 @@ def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[Ex
         causes = _causes(step, min_bytes)
         if not causes:
             continue
-        members, reaches = region(step.place, step.index)
+        members, reaches = _region(step.place, step.index)
         if not reaches:
             # It would be float32 a moment later: a mask before a softmax, a target in a loss.
             continue
@@ -43,7 +57,7 @@ def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[Ex
             )
 
 
-def _causes(step: Step, min_bytes: int) -> list[Origin]:
+def _causes(step: Step, min_bytes: int) -> list[WideOrigin]:
     place, index = step.place, step.index
     decision = place.plan.decisions[index]
     if decision.rule is not Rule.WIDEST or decision.by or Kind.WIDE not in decision.outs:
@@ -56,12 +70,12 @@ def _causes(step: Step, min_bytes: int) -> list[Origin]:
         origin
         for operand, kind in zip(step.node.ins, kinds, strict=True)
         if kind in (Kind.WIDE, Kind.KEPT)
-        for origin in origins(place, operand)
+        for origin in _origins(place, operand)
     ]
     return [] if any(origin.kind == "operation" for origin in found) else found
 
 
-def _texts(origin: Origin, compute: np.dtype, finder: Finder) -> tuple[str, str]:
+def _texts(origin: WideOrigin, compute: np.dtype, finder: Finder) -> tuple[str, str]:
     """What the cause is, and what to do about it."""
     name = name_of(compute)
     what = described(origin.place, origin.operand, finder)
@@ -75,7 +89,7 @@ def _texts(origin: Origin, compute: np.dtype, finder: Finder) -> tuple[str, str]
             f"convert to `jnp.{compute.name}` there, or leave the conversion out."
         )
     limits = jnp.finfo(compute)
-    value = constant_value(origin.place, origin.operand)
+    value = _constant_value(origin.place, origin.operand)
     if value is None or is_traced(value):
         return what, f"use numbers that {name} can hold."
     sizes = np.abs(value[np.isfinite(value) & (value != 0)].astype(np.float64))
@@ -86,3 +100,80 @@ def _texts(origin: Origin, compute: np.dtype, finder: Finder) -> tuple[str, str]
     return f"{what}, which vanishes in {name}", (
         f"use a number of at least {float(limits.tiny):.1e} (`jnp.finfo(jnp.{compute.name}).tiny`)."
     )
+
+
+def _origins(place: PlanPlace, operand: Operand) -> Iterator[WideOrigin]:
+    """The origins of a value that is float32, through all that only hands it on."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    waiting: list[tuple[PlanPlace, Operand]] = [(place, operand)]
+    while waiting:
+        where, value = waiting.pop()
+        if isinstance(value, Constant):
+            yield WideOrigin("constant", where, value)
+            continue
+        if (where.key, value) in seen:
+            continue
+        seen.add((where.key, value))
+        made_by = where.producer(value)
+        if made_by is None:
+            outside = _outside(where, value)
+            if isinstance(outside, WideOrigin):
+                yield outside
+            else:
+                waiting.append(outside)
+            continue
+        node, decision = where.plan.graph.nodes[made_by], where.plan.decisions[made_by]
+        if decision.rule in _FOLLOWERS and decision.inner is None and not decision.by:
+            for given in node.ins:
+                if where.kind(made_by, given) in (Kind.WIDE, Kind.KEPT):
+                    waiting.append((where, given))
+        else:
+            converted = node.name == "convert_element_type" and decision.rule is Rule.AS_TRACED
+            yield WideOrigin("conversion" if converted else "operation", where, value)
+
+
+def _outside(place: PlanPlace, value: int) -> WideOrigin | tuple[PlanPlace, Operand]:
+    """What an input of a plan is, outside of it."""
+    position = place.input_position(value)
+    if position is None:
+        return WideOrigin("constant", place, value)
+    if place.plan.kinds[value] is Kind.KEPT:
+        return WideOrigin("operation", place, value)
+    if place.outer is None:
+        return WideOrigin("argument", place, value)
+    given = place.given[position]
+    return WideOrigin("operation", place, value) if given is None else (place.outer, given)
+
+
+def _region(place: PlanPlace, index: int) -> tuple[frozenset[int], bool]:
+    """What runs in float32 because an operation does.
+
+    Returns:
+        The operations, and whether their float32 reaches anything that would not be in float32 by
+        itself: a contraction, a loop, what a loop hands on.
+    """
+    plan = place.plan
+    members = {index}
+    waiting = [index]
+    reaches = False
+    while waiting:
+        for number in plan.graph.nodes[waiting.pop()].outs:
+            if plan.kinds[number] is Kind.OTHER:
+                continue
+            reaches |= place.outer is not None and number in plan.graph.outputs
+            for user in plan.graph.users[number] - members:
+                decision = plan.decisions[user]
+                if decision.rule in _FOLLOWERS and decision.inner is None:
+                    members.add(user)
+                    waiting.append(user)
+                elif decision.rule is not Rule.FLOAT32:
+                    reaches = True
+    return frozenset(members), reaches
+
+
+def _constant_value(place: PlanPlace, operand: Operand) -> np.ndarray | None:
+    """The numbers of a constant; `None` if they are not known."""
+    if isinstance(operand, Constant):
+        return np.asarray(operand.value)
+    found = dict(place.plan.graph.constants).get(operand)
+    return None if found is None or not hasattr(found, "__array__") else np.asarray(found)

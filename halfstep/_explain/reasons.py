@@ -2,11 +2,21 @@
 
 from types import MappingProxyType
 
-from halfstep._autocast import CONTRACTIONS, GROUPS, PICKS, TABLE, Decision, Kind, Rule
-from halfstep._explain.entry import name_of
-from halfstep._explain.few_bits import described as written_as
-from halfstep._explain.places import Place
-from halfstep._policy import KEEP_SCOPE
+import jax
+
+from halfstep._autocast import (
+    CONTRACTIONS,
+    GROUPS,
+    PICKS,
+    TABLE,
+    Decision,
+    Kind,
+    Rule,
+    Site,
+)
+from halfstep._explain.entries import name_of
+from halfstep._explain.places import PlanPlace
+from halfstep._policy import KEEP_SCOPE, Factor, Leg
 from halfstep._program import Constant, Finder, Node, Operand
 
 # Operations that are in float32 only when their operands are such.
@@ -23,7 +33,7 @@ _VIEWS = frozenset(
 )
 
 
-def reason(place: Place, index: int, finder: Finder) -> str:
+def reason(place: PlanPlace, index: int, finder: Finder) -> str:
     """Why an operation runs as it does, in a few words."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
     by = decision.by or place.by
@@ -32,7 +42,7 @@ def reason(place: Place, index: int, finder: Finder) -> str:
     if node.name in CONTRACTIONS and decision.rule is not Rule.COMPUTE:
         return not_lowered(place, index)
     if decision.site is not None:
-        return written_as(decision.site, name_of(place.plan.settings.compute))
+        return _written_as(decision.site, name_of(place.plan.settings.compute))
     if decision.refusal and place.plan.settings.recipe is not None:
         return f"not {place.plan.settings.recipe.name}: {decision.refusal}"
     if not decision.known:
@@ -44,7 +54,7 @@ def reason(place: Place, index: int, finder: Finder) -> str:
     return _WHY[node.name]
 
 
-def not_lowered(place: Place, index: int) -> str:
+def not_lowered(place: PlanPlace, index: int) -> str:
     """Why a contraction does not run in the compute dtype."""
     node = place.plan.graph.nodes[index]
     precision = node.params.get("precision")
@@ -65,7 +75,7 @@ def _precision(precision: object) -> str:
     return names[0] if len(set(names)) == 1 else f"({', '.join(names)})"
 
 
-def _followed(place: Place, index: int, decision: Decision, finder: Finder) -> str:
+def _followed(place: PlanPlace, index: int, decision: Decision, finder: Finder) -> str:
     node = place.plan.graph.nodes[index]
     kinds = [place.kind(index, operand) for operand in node.ins]
     for operand, kind in zip(node.ins, kinds, strict=True):
@@ -78,7 +88,7 @@ def _followed(place: Place, index: int, decision: Decision, finder: Finder) -> s
     return "its operands are not float32: runs as written"
 
 
-def described(place: Place, operand: Operand, finder: Finder) -> str:
+def described(place: PlanPlace, operand: Operand, finder: Finder) -> str:
     """A value in a few words: what makes it, or which argument it is."""
     if isinstance(operand, Constant):
         return f"the constant {float(operand.value):g}"
@@ -95,7 +105,7 @@ def described(place: Place, operand: Operand, finder: Finder) -> str:
     return "what the loop carries" if given is None else described(place.outer, given, finder)
 
 
-def parameter(place: Place, index: int) -> str:
+def parameter(place: PlanPlace, index: int) -> str:
     """The parameter that a contraction multiplies; empty if there is none that is known."""
     for operand in place.plan.graph.nodes[index].ins[:2]:
         if place.kind(index, operand).is_weight:
@@ -105,7 +115,7 @@ def parameter(place: Place, index: int) -> str:
     return ""
 
 
-def _argument(place: Place, operand: Operand | None) -> str:
+def _argument(place: PlanPlace, operand: Operand | None) -> str:
     """The argument that a value is a view of."""
     if operand is None or isinstance(operand, Constant):
         return ""
@@ -119,3 +129,46 @@ def _argument(place: Place, operand: Operand | None) -> str:
     if place.outer is None:
         return place.paths[position]
     return _argument(place.outer, place.given[position])
+
+
+# Contractions in 8 or 4 bits.
+
+
+def multiplies(site: Site) -> bool:
+    """Whether the elements themselves are multiplied, and not what they stand for in 16 bits."""
+    factors = site.recipe.forward
+    if site.contraction is jax.lax.dot_general_p:
+        return not any(factor.is_blocked for factor in factors)
+    return all(factor.per == "tensor" for factor in factors)
+
+
+def _written_as(site: Site, compute: str) -> str:
+    """How a product is written on its legs: `f8: e4m3, gradients e5m2, per tensor`."""
+    recipe = site.recipe
+    parts = [_elements(recipe.forward)]
+    legs = (
+        ("input", recipe.input_gradient, 0),
+        ("weight", recipe.weight_gradient, 1),
+    )
+    gradients = {name: compute if leg is None else leg[place].element for name, leg, place in legs}
+    if len(set(gradients.values())) == 1:
+        parts += [f"gradients {found}" for found in set(gradients.values()) - {parts[0]}]
+    else:
+        parts += [
+            f"{name} gradient {found}" for name, found in gradients.items() if found != parts[0]
+        ]
+    if not multiplies(site):
+        parts.append(f"multiplied in {compute}")
+    parts.append(" x ".join(dict.fromkeys(_scales(factor) for factor in recipe.forward)))
+    return f"{recipe.name}: {', '.join(parts)}"
+
+
+def _elements(leg: Leg) -> str:
+    return " x ".join(dict.fromkeys(factor.element for factor in leg))
+
+
+def _scales(factor: Factor) -> str:
+    if not factor.is_blocked:
+        return f"per {factor.per}"
+    rows = factor.size if factor.per == "tile" else 1
+    return f"per {rows}x{factor.size}"

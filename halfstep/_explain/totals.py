@@ -1,11 +1,89 @@
-"""What the operations of a function add up to."""
+"""What the operations of a function add up to: FLOPs, casts, stored bytes, 8 and 4 bits."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep._explain.entry import ExplainEntry
-from halfstep._explain.f8 import ExplainF8
+import jax
+
+from halfstep._autocast import TWO_ACTIVATIONS, TWO_PARAMETERS, Settings
+from halfstep._base import FlatCall
+from halfstep._explain.entries import ExplainEntry, is_float, name_of
+from halfstep._explain.reasons import KEPT
+from halfstep._explain.stored import Residual
+from halfstep._explain.walk import Step
+from halfstep._policy import Recipe
+from halfstep._program import Opaque, structure_of
+
+_FLOATS = frozenset({"bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainOthers:
+    """Contractions that are not in few bits for the same reason.
+
+    Attributes:
+        reason: Why.
+        fix: What to type; empty if it is as the user wants it.
+        eligible: Whether the recipe is for such contractions.
+        count: How many of them run in one call.
+        flops: What they compute.
+        sources: Their lines: `train.py:12`.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        w = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        f8 = halfstep.explain(lambda w, x: x @ w @ (x @ w).T, "f8")(w, w).totals.f8
+        assert [other.eligible for other in f8.others] == [False]  # No weight.
+        ```
+    """
+
+    reason: str
+    fix: str
+    eligible: bool
+    count: int
+    flops: int
+    sources: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainF8:
+    """How many contractions of a forward pass are in few bits, and why the others are not.
+
+    Attributes:
+        format: `"fp8"`, or `"fp4"` for a recipe of 4 bits.
+        recipe: The recipe's name.
+        count: How many contractions are multiplied in it.
+        total: How many there are.
+        flops: Their share of the FLOPs of all contractions; 1 if there are none.
+        eligible: Their share of the FLOPs of those that the recipe is for: all but products of two
+            activations, unless the recipe's `activations` allows them; products of two parameters;
+            and what a rule of the policy, `keep` or `keep_precision` has decided.
+        others: Those that are not in it, by reason: first those that the recipe is for.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+        w = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        f8 = halfstep.explain(lambda w, x: x @ w, "f8")(w, w).totals.f8
+        assert (f8.count, f8.total, f8.format) == (1, 1, "fp8")
+        ```
+    """
+
+    format: str
+    recipe: str
+    count: int
+    total: int
+    flops: float
+    eligible: float
+    others: tuple[ExplainOthers, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +133,52 @@ class ExplainTotals:
         return dataclasses.asdict(self)
 
 
-def contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
+def totals_of(
+    entries: Sequence[ExplainEntry],
+    settings: Settings,
+    added: int,
+    stored: Sequence[Residual] | None,
+    written: Sequence[Residual] | None,
+) -> ExplainTotals:
+    """What the operations add up to.
+
+    Args:
+        entries: The operations.
+        settings: What is asked for.
+        added: How many casts are added to the function's own.
+        stored: What is kept for the backward pass; `None` if it cannot be differentiated.
+        written: The same of the function as it is written.
+    """
+    counted = _contraction_flops(entries)
+    total = sum(counted.values())
+    compute = name_of(settings.compute)
+    low = sum(
+        entry.flops * entry.count
+        for entry in entries
+        if entry.is_contraction and is_low(entry, compute)
+    )
+    low += sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)
+
+    def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
+        if found is None:
+            return None
+        return by_dtype([residual for residual in found if residual.of_argument == views])
+
+    return ExplainTotals(
+        counted,
+        low / total if total else 1.0,
+        _other_flops(entries),
+        _other_flops(entries, islands=True),
+        len({entry.island for entry in entries} - {None}),
+        added,
+        kept(stored, False),
+        kept(stored, True),
+        kept(written, False),
+        None if settings.recipe is None else _f8_of(entries, settings.recipe),
+    )
+
+
+def _contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
     """FLOPs of contractions by the dtype of their operands, the largest first."""
     total: dict[str, int] = {}
     for entry in entries:
@@ -72,10 +195,133 @@ def is_low(entry: ExplainEntry, compute: str) -> bool:
     return entry.in_f8 or {value.dtype for value in entry.ins[:2]} == {compute}
 
 
-def other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> int:
+def _other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> int:
     """FLOPs of all else, or of what is in islands."""
     return sum(
         entry.flops * entry.count
         for entry in entries
         if not entry.is_contraction and (not islands or entry.island is not None)
     )
+
+
+def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
+    """Bytes by dtype, the largest first."""
+    total: dict[str, int] = {}
+    for residual in found:
+        total[residual.type.dtype] = total.get(residual.type.dtype, 0) + residual.type.bytes
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+# Casts.
+
+
+def casts(call: FlatCall) -> int:
+    """Conversions between floating-point dtypes in one forward pass; loops by their length.
+
+    A `while` loop counts as one iteration, and all branches of a `cond` count.
+    """
+    return _casts_in(jax.make_jaxpr(call)(*call.arrays).jaxpr)
+
+
+def _casts_in(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type":
+            before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+            total += before != after and is_float(before) and is_float(after)
+            continue
+        found = structure_of(equation.primitive.name, equation.params)
+        if found is not None and not isinstance(found, Opaque):
+            total += sum(inner.times * _casts_in(inner.function.jaxpr) for inner in found.inner())
+    return total
+
+
+def own_casts(steps: list[Step]) -> int:
+    """Conversions between floating-point dtypes that the user has written."""
+    total = 0
+    for step in steps:
+        if step.entry.name == "convert_element_type":
+            graph = step.place.plan.graph
+            before, after = graph.aval(step.node.ins[0]).dtype, graph.avals[step.node.outs[0]].dtype
+            if before != after and is_float(before) and is_float(after):
+                total += step.entry.count
+    return total
+
+
+# Contractions in 8 or 4 bits.
+
+
+def _f8_of(entries: Sequence[ExplainEntry], recipe: Recipe) -> ExplainF8:
+    """How many contractions are in few bits."""
+    contractions = [entry for entry in entries if entry.is_contraction]
+    inside = [entry for entry in contractions if entry.in_f8]
+    groups: dict[tuple[str, str, bool], list[ExplainEntry]] = {}
+    for entry in contractions:
+        if not entry.in_f8:
+            key = (why_not_f8(entry), f8_fix(entry, recipe), is_f8_eligible(entry))
+            groups.setdefault(key, []).append(entry)
+    others = [
+        ExplainOthers(
+            *key,
+            sum(entry.count for entry in group),
+            _flops(group),
+            tuple(dict.fromkeys(entry.source.short for entry in group)),
+        )
+        for key, group in groups.items()
+    ]
+    done = _flops(inside)
+    return ExplainF8(
+        format="fp4" if {factor.element for factor in recipe.forward} == {"e2m1"} else "fp8",
+        recipe=recipe.name,
+        count=sum(entry.count for entry in inside),
+        total=sum(entry.count for entry in contractions),
+        flops=_share(done, _flops(contractions)),
+        eligible=_share(done, _flops([entry for entry in contractions if is_f8_eligible(entry)])),
+        others=tuple(sorted(others, key=lambda other: (not other.eligible, -other.flops))),
+    )
+
+
+def is_f8_eligible(entry: ExplainEntry) -> bool:
+    """Whether a recipe is for a contraction, and nothing that the user says is against it."""
+    if entry.in_f8:
+        return True
+    floats = {value.dtype for value in entry.ins[:2]} <= _FLOATS
+    return (
+        floats and not entry.by and why_not_f8(entry) not in (TWO_ACTIVATIONS, TWO_PARAMETERS, KEPT)
+    )
+
+
+def why_not_f8(entry: ExplainEntry) -> str:
+    """Why a contraction is not multiplied in few bits."""
+    return entry.reason if entry.by else entry.refusal or entry.reason
+
+
+def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
+    """What to type about a contraction that is not in few bits; empty if it is as it should be."""
+    why = why_not_f8(entry)
+    if entry.by or why in (TWO_PARAMETERS, KEPT):
+        return ""
+    if why == TWO_ACTIVATIONS:
+        return f'`dataclasses.replace(halfstep.RECIPES["{recipe.name}"], activations=True)`.'
+    if "multiplied in" in why:
+        return (
+            "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
+            "multiplied in few bits."
+        )
+    if "precision=" in why:
+        return "leave `precision=` out."
+    if "written in" in why:
+        return "write both operands in float32."
+    scope = entry.scope or "head"
+    name = "" if entry.scope else f'put it into `jax.named_scope("{scope}")` and '
+    aside = f'{name}leave it in 16 bits: `rules=("op:{entry.name}@{scope}=compute",)`.'
+    padded = f"pad it to a multiple of {recipe.multiple_of}; or "
+    return f"{padded}{aside}" if "no multiple of" in why else aside
+
+
+def _flops(entries: Sequence[ExplainEntry]) -> int:
+    return sum(entry.flops * entry.count for entry in entries)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0

@@ -6,12 +6,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfstep._autocast import CONTRACTIONS, FLOAT32, Island, Kind, Plan, Rule, held_dtype, schedule
-from halfstep._explain.entry import ExplainEntry, typed
-from halfstep._explain.few_bits import factor_dtypes, multiplies
+from halfstep._autocast import (
+    CONTRACTIONS,
+    FLOAT32,
+    Island,
+    Kind,
+    Plan,
+    Rule,
+    Site,
+    held_dtype,
+    schedule,
+)
+from halfstep._explain.entries import ExplainEntry, typed
 from halfstep._explain.flops import flops, inside_flops
-from halfstep._explain.places import Place, holds_functions, inside
-from halfstep._explain.reasons import parameter, reason
+from halfstep._explain.places import PlanPlace, holds_functions, inside
+from halfstep._explain.reasons import multiplies, parameter, reason
 from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
 
 
@@ -19,7 +28,7 @@ from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
 class Step:
     """One operation: in which plan, which of it, and what is known about it."""
 
-    place: Place
+    place: PlanPlace
     index: int
     entry: ExplainEntry
 
@@ -29,13 +38,13 @@ class Step:
         return self.place.plan.graph.nodes[self.index]
 
 
-def walk(place: Place, finder: Finder) -> list[Step]:
+def walk(place: PlanPlace, finder: Finder) -> list[Step]:
     """All operations, each with what is known about it; loops and calls stand as their inside."""
     return list(_walk(place, finder, itertools.count(1), None))
 
 
 def _walk(
-    place: Place, finder: Finder, islands: Iterator[int], line: Source | None
+    place: PlanPlace, finder: Finder, islands: Iterator[int], line: Source | None
 ) -> Iterator[Step]:
     numbers = _islands(place.plan, islands)
     for index, node in enumerate(place.plan.graph.nodes):
@@ -61,7 +70,7 @@ def _islands(plan: Plan, numbers: Iterator[int]) -> dict[int, int]:
 
 
 def _entry(
-    place: Place, index: int, source: Source, island: int | None, finder: Finder
+    place: PlanPlace, index: int, source: Source, island: int | None, finder: Finder
 ) -> ExplainEntry:
     plan = place.plan
     node, decision = plan.graph.nodes[index], plan.decisions[index]
@@ -99,7 +108,7 @@ def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     operand = node.ins[position]
     if decision.site is not None and multiplies(decision.site) and position < 2:
-        return factor_dtypes(decision.site)[position]
+        return _factor_dtypes(decision.site)[position]
     held = held_dtype(
         plan.graph.aval(operand), plan.seen(operand, plan.levels[index]), plan.settings.compute
     )
@@ -116,3 +125,9 @@ def made(plan: Plan, index: int, kind: Kind, aval: object) -> np.dtype | None:
         return held
     wide = kind in (Kind.WIDE, Kind.KEPT) and decision.rule is Rule.COMPUTE
     return FLOAT32 if wide else decision.dtype
+
+
+def _factor_dtypes(site: Site) -> tuple[np.dtype, np.dtype]:
+    """The formats of both factors of the forward product, in their order."""
+    activation, weight = (factor.dtype for factor in site.recipe.forward)
+    return (activation, weight) if site.weight == 1 else (weight, activation)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import halfstep
 from halfstep import debug
-from halfstep._explain.entry import Typed
+from halfstep._explain.entries import Typed
 from halfstep._program.sources import Source
 from halfstep.debug._live import (
     live as _live,

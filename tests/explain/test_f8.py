@@ -13,7 +13,8 @@ import pytest
 import halfstep
 from halfstep._autocast.table import CONTRACTIONS
 from halfstep._base.calls import FlatCall
-from halfstep._explain.residuals import by_dtype, residuals
+from halfstep._explain.stored import residuals
+from halfstep._explain.totals import by_dtype
 from halfstep._program.control_flow import equations
 from halfstep._program.sources import Finder
 from tests.explain._functions import shape

@@ -1,25 +1,69 @@
-"""The answer to: why is this float32?"""
+"""The report of `explain`: its text and HTML, its table of operations, and `check`."""
 
 import dataclasses
 import html as escaping
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from halfstep._base import Report, aligned, flops, html_table, number_of, percent, size
-from halfstep._explain.entry import ExplainEntry
-from halfstep._explain.errors import LintError
-from halfstep._explain.f8 import fix, is_eligible, why_not
-from halfstep._explain.finding import ExplainFinding
-from halfstep._explain.table import HEADINGS, ISLAND, left_out, rows, table
-from halfstep._explain.totals import ExplainTotals, is_low
+from halfstep._base import (
+    ABSENT,
+    Report,
+    aligned,
+    flops,
+    html_table,
+    number_of,
+    percent,
+    shortened,
+    size,
+)
+from halfstep._explain.entries import ExplainEntry
+from halfstep._explain.findings import ExplainFinding
+from halfstep._explain.totals import ExplainTotals, f8_fix, is_f8_eligible, is_low, why_not_f8
 from halfstep._policy import Recipe
+from halfstep._program import Source
 
 # How many lines are named of contractions that are not in few bits.
 _LINES = 4
 # Wider or longer than the window: it scrolls, and the page does not.
 _SCROLL = "overflow:auto;max-height:32em"
+_HEADINGS = (
+    ("  operation", False),
+    ("dtypes", False),
+    ("rule", False),
+    ("why", False),
+    ("runs", True),
+    ("FLOPs", True),
+    ("out", True),
+)
+"""Of the columns, and whether they hold numbers."""
+_ISLAND = "* in a float32 island, which is computed again for the gradient and not stored."
+_WIDEST = MappingProxyType({"  operation": 24, "dtypes": 20, "why": 40})
+
+
+class LintError(AssertionError):
+    """A function misses what was required of it; the message lists every miss with its line.
+
+    Example:
+        ```python
+        import halfstep
+        import jax.numpy as jnp
+
+
+        def product(w, x):
+            with halfstep.keep_precision():
+                return x @ w
+
+
+        report = halfstep.explain(product, "bf16")(jnp.eye(4), jnp.eye(4))
+        try:
+            report.check(low=1.0)
+        except halfstep.LintError as error:
+            assert "required" in str(error)
+        ```
+    """
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,7 +118,7 @@ class ExplainReport(Report):
             full: Every operation on a line of its own. Else those of the same line, primitive and
                 dtypes are on one, and what only moves values is left out.
         """
-        return table(self.operations, full=full)
+        return _table(self.operations, full=full)
 
     def at(self, place: str) -> tuple[ExplainEntry, ...]:
         """The operations of a source line, `"model.py:41"`, or of a whole file, `"model.py"`."""
@@ -195,7 +239,8 @@ def _misses(
             if entry.is_contraction and not is_low(entry, report.compute)
         ]
         lines += [
-            f"  {source}: {' '.join(row[:2])}: {row[3]}" for source, row in rows(others, full=False)
+            f"  {source}: {' '.join(row[:2])}: {row[3]}"
+            for source, row in _rows(others, full=False)
         ]
     if f8 is not None:
         lines += _f8_misses(report, f8)
@@ -225,14 +270,14 @@ def _f8_misses(report: ExplainReport, share: float | int) -> list[str]:
     missed = [
         entry
         for entry in report.operations
-        if entry.is_contraction and not entry.in_f8 and is_eligible(entry)
+        if entry.is_contraction and not entry.in_f8 and is_f8_eligible(entry)
     ]
     for entry in dict.fromkeys(missed):
         name = f" by {entry.parameter}" if entry.parameter else ""
         scope = f" in {entry.scope}" if entry.scope else ""
         shapes = " x ".join(map(str, entry.ins[:2]))
-        lines.append(f"  {entry.source}: {entry.name} {shapes}{name}{scope}: {why_not(entry)}")
-        lines.append(f"    Fix: {fix(entry, recipe)}")
+        lines.append(f"  {entry.source}: {entry.name} {shapes}{name}{scope}: {why_not_f8(entry)}")
+        lines.append(f"    Fix: {f8_fix(entry, recipe)}")
     return lines
 
 
@@ -243,15 +288,15 @@ def _html(report: ExplainReport) -> str:
     parts = [html_table([(first[0], False), (first[1], False)], totals, [True] * len(totals))]
     if report.findings:
         parts.append(f"<ol>{''.join(map(_finding, report.findings))}</ol>")
-    shown = rows(report.operations, full=False)
-    head = [("source", False), *HEADINGS]
+    shown = _rows(report.operations, full=False)
+    head = [("source", False), *_HEADINGS]
     cells = [
         [(cell, number) for cell, (_, number) in zip((source, *row), head, strict=True)]
         for source, row in shown
     ]
     parts.append(f'<div style="{_SCROLL}">{html_table(head, cells, [True] * len(cells))}</div>')
-    notes = [ISLAND]
-    moved = left_out(report.operations)
+    notes = [_ISLAND]
+    moved = _left_out(report.operations)
     if moved:
         notes.append(f"{moved:,} operations without arithmetic in floating point left out.")
     parts.append("<p>" + "<br>".join(map(escaping.escape, notes)) + "</p>")
@@ -269,3 +314,79 @@ def _finding(finding: ExplainFinding) -> str:
     rest = "<br>".join(map(_marked, (finding.why, f"Fix: {finding.fix}")))
     line = f'<b style="color:#d32f2f">{line}</b>'
     return f'<li style="margin-bottom:0.6em">{line}: {what}<br>{rest}</li>'
+
+
+def _table(entries: Sequence[ExplainEntry], *, full: bool) -> str:
+    """The operations, all of them or by line."""
+    made = _rows(entries, full=full)
+    shown = [
+        [
+            shortened(cell, len(cell) if full else _WIDEST.get(heading, len(cell)))
+            for cell, (heading, _) in zip(("  " + row[0], *row[1:]), _HEADINGS, strict=True)
+        ]
+        for _, row in made
+    ]
+    head = [heading for heading, _ in _HEADINGS]
+    text, *lines = aligned([head, *shown], [number for _, number in _HEADINGS]).split("\n")
+    # One heading a source line, above its operations.
+    above = ""
+    for (source, _), line in zip(made, lines, strict=True):
+        text += f"\n{line}" if source == above else f"\n{source}\n{line}"
+        above = source
+    if any(entry.island is not None for entry in entries):
+        text += f"\n{_ISLAND}"
+    moved = _left_out(entries)
+    if full or not moved:
+        return text
+    return (
+        f"{text}\n{number_of(moved, 'operation')} without arithmetic in floating point left out; "
+        "table(full=True) shows all."
+    )
+
+
+def _left_out(entries: Sequence[ExplainEntry]) -> int:
+    """How many operations the short table does not have."""
+    return sum(not _computes(entry) for entry in entries)
+
+
+def _rows(entries: Sequence[ExplainEntry], *, full: bool) -> list[tuple[str, list[str]]]:
+    """The cells of the table, each row with the source line that it is of."""
+    by_source: dict[Source, dict[object, list[ExplainEntry]]] = {}
+    for number, entry in enumerate(entries):
+        if full or _computes(entry):
+            same = (entry.name, entry.dtypes, entry.rule, entry.by)
+            groups = by_source.setdefault(entry.source, {})
+            groups.setdefault(number if full else same, []).append(entry)
+    return [
+        (str(source), _row(group, full=full))
+        for source, groups in by_source.items()
+        for group in groups.values()
+    ]
+
+
+def _row(group: Sequence[ExplainEntry], *, full: bool) -> list[str]:
+    first = group[0]
+    count = sum(entry.count for entry in group)
+    total = sum(entry.count * entry.flops for entry in group)
+    out = sum(entry.count * entry.bytes_out for entry in group)
+    types = first.dtypes
+    if full:
+        types = f"{', '.join(map(str, first.ins))} -> {', '.join(map(str, first.outs))}"
+    island = "" if first.island is None else "*"
+    return [
+        first.name,
+        types,
+        f"{first.rule}{island}",
+        first.reason,
+        str(count),
+        flops(total).replace("FLOP", "").strip() if total else ABSENT,
+        size(out),
+    ]
+
+
+def _computes(entry: ExplainEntry) -> bool:
+    """Whether an operation is arithmetic on floating-point numbers."""
+    floats = {"f32", "f64", "bf16", "f16"}
+    return (entry.flops > 0 or entry.rule == "as traced") and any(
+        value.dtype in floats for value in entry.outs
+    )

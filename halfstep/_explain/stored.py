@@ -1,7 +1,7 @@
 """What a function stores for its backward pass."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from halfstep._base import NAME as SETTLE, FlatCall
-from halfstep._explain.entry import Typed, typed
+from halfstep._explain.entries import Typed, typed
 from halfstep._program import Finder, Inner, Jit, Remat, Scan, ShardMap, Source, structure_of
 
 # What makes another view or another dtype of a value, and nothing new.
@@ -41,20 +41,9 @@ def residuals(call: FlatCall, params: Sequence[int], finder: Finder) -> list[Res
 
     Whatever is an argument, and is handed on as it is, costs nothing more.
     """
-    moving = [
-        position
-        for position, (value, owner) in enumerate(zip(call.arrays, call.owners, strict=True))
-        if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
-    ]
 
     def stored(*values: Any) -> Any:
-        def of_moving(*moved: Any) -> list[Any]:
-            changed = list(values)
-            for position, value in zip(moving, moved, strict=True):
-                changed[position] = value
-            return call(*changed)
-
-        return jax.vjp(of_moving, *(values[position] for position in moving))[1]
+        return vjp_by_parameters(call, call, params, values)
 
     jaxpr = jax.make_jaxpr(stored)(*call.arrays).jaxpr
     # The same value may be needed by several operations, and is stored once.
@@ -62,6 +51,32 @@ def residuals(call: FlatCall, params: Sequence[int], finder: Finder) -> list[Res
     function = _Function(jaxpr)
     # What no operation makes is an argument.
     return [_residual(var, function, finder) for var in found if var in function.made]
+
+
+def vjp_by_parameters(
+    func: Callable[..., list[Any]], call: FlatCall, params: Sequence[int], values: Sequence[Any]
+) -> Callable[..., Any]:
+    """The backward pass of a function of a call's arrays, by those of some of its arguments.
+
+    Args:
+        func: Takes the call's arrays.
+        call: Says which array is of which argument.
+        params: The positions of the arguments that it is differentiated by.
+        values: The arrays.
+    """
+    moving = [
+        position
+        for position, (value, owner) in enumerate(zip(call.arrays, call.owners, strict=True))
+        if owner in params and jnp.issubdtype(value.dtype, jnp.inexact)
+    ]
+
+    def of_moving(*moved: Any) -> list[Any]:
+        changed = list(values)
+        for position, value in zip(moving, moved, strict=True):
+            changed[position] = value
+        return func(*changed)
+
+    return jax.vjp(of_moving, *(values[position] for position in moving))[1]
 
 
 def _residual(var: Any, function: "_Function", finder: Finder) -> Residual:
@@ -130,11 +145,3 @@ def _called(equation: Any) -> Inner | None:
     """The function of a call or loop that returns what the operation does, in the same order."""
     found = structure_of(equation.primitive.name, equation.params)
     return found.inner()[0] if isinstance(found, Jit | Remat | Scan | ShardMap) else None
-
-
-def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
-    """Bytes by dtype, the largest first."""
-    total: dict[str, int] = {}
-    for residual in found:
-        total[residual.type.dtype] = total.get(residual.type.dtype, 0) + residual.type.bytes
-    return dict(sorted(total.items(), key=lambda item: -item[1]))

@@ -1,4 +1,4 @@
-"""What is known about one operation."""
+"""The operations of a function: what is known about each, and how types are written."""
 
 import dataclasses
 import math
@@ -51,6 +51,11 @@ def name_of(dtype: Any) -> str:
     except TypeError:
         return str(dtype)
     return _FEW_BITS.get(name, name)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is one of real floating-point numbers."""
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,31 +2,44 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from halfstep._autocast import Rule, Settings, autocast, settings_of, trace
+from halfstep._autocast import (
+    Plan,
+    Rule,
+    Slot,
+    autocast,
+    named_sites,
+    rewritten,
+    settings_of,
+    trace,
+)
 from halfstep._base import FlatCall, listed, size
-from halfstep._explain.as_written import low_reductions, model_copies, stored_float32
-from halfstep._explain.casts import casts, is_float
-from halfstep._explain.contractions import FLOAT16, ranges, unknown, unlowered
 from halfstep._explain.cotangents import scale_sensitive
-from halfstep._explain.entry import name_of
-from halfstep._explain.f8 import summarized
-from halfstep._explain.few_bits import lowered_with_state
-from halfstep._explain.finding import merged
+from halfstep._explain.entries import name_of
+from halfstep._explain.explain_report import ExplainReport
+from halfstep._explain.findings import (
+    FLOAT16,
+    low_reductions,
+    merged,
+    model_copies,
+    ranges,
+    stored_float32,
+    unknown,
+    unlowered,
+)
 from halfstep._explain.flops import is_unseen
 from halfstep._explain.magnitudes import magnitudes
-from halfstep._explain.places import Place
+from halfstep._explain.places import PlanPlace
 from halfstep._explain.promotion import promotions
-from halfstep._explain.report import ExplainReport
-from halfstep._explain.residuals import Residual, by_dtype, residuals
-from halfstep._explain.totals import ExplainTotals, contraction_flops, is_low, other_flops
+from halfstep._explain.stored import Residual, residuals
+from halfstep._explain.totals import casts, own_casts, totals_of
 from halfstep._explain.walk import Step, walk
-from halfstep._policy import Policy, as_policy
+from halfstep._policy import Policy, Recipe, as_policy
 from halfstep._program import Finder
 
 _MEBIBYTE = 2**20
@@ -89,21 +102,21 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> ExplainReport:
         finder = Finder()
         traced = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
-        root = Place(traced.plan, paths=traced.paths)
+        root = PlanPlace(traced.plan, paths=traced.paths)
         steps = walk(root, finder)
         call = FlatCall(func, args, kwargs)
         notes = list(_notes(steps))
         if values:
             steps = _looked_into(root, steps, call, notes)
         if policy.recipe is not None and policy.recipe.needs_state:
-            lowered = lowered_with_state(func, policy, traced.plan, numbers)
+            lowered = _lowered_with_state(func, policy, traced.plan, numbers)
         else:
             lowered = autocast(func, policy, params=params, islands=islands)
         own = [n for n in numbers if n < len(args)]
         stored = _stored(FlatCall(lowered, args, kwargs), own, finder, notes)
         written = _stored(call, own, finder, []) if stored is not None else None
         entries = tuple(step.entry for step in steps)
-        added = casts(FlatCall(lowered, args, kwargs)) - _own_casts(steps)
+        added = casts(FlatCall(lowered, args, kwargs)) - own_casts(steps)
         parameter_bytes = sum(
             value.size * value.dtype.itemsize
             for value, owner in zip(call.arrays, call.owners, strict=True)
@@ -127,7 +140,7 @@ def explain(
             str(policy),
             name_of(settings.compute),
             entries,
-            _totals(entries, settings, added, stored, written),
+            totals_of(entries, settings, added, stored, written),
             merged(findings),
             tuple(notes),
             policy.recipe,
@@ -142,40 +155,27 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _totals(
-    entries: tuple[Any, ...],
-    settings: Settings,
-    added: int,
-    stored: Sequence[Residual] | None,
-    written: Sequence[Residual] | None,
-) -> ExplainTotals:
-    counted = contraction_flops(entries)
-    total = sum(counted.values())
-    compute = name_of(settings.compute)
-    low = sum(
-        entry.flops * entry.count
-        for entry in entries
-        if entry.is_contraction and is_low(entry, compute)
-    )
-    low += sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)
+def _lowered_with_state(
+    func: Callable[..., Any], policy: Policy, plan: Plan, params: Sequence[int]
+) -> Callable[..., Any]:
+    """A function as autocast rewrites it, with state in which nothing has been seen."""
+    state = _blank(plan)
+    return rewritten(func, plan.settings, params=params, keep=policy.keep, state=state)
 
-    def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
-        if found is None:
-            return None
-        return by_dtype([residual for residual in found if residual.of_argument == views])
 
-    return ExplainTotals(
-        counted,
-        low / total if total else 1.0,
-        other_flops(entries),
-        other_flops(entries, islands=True),
-        len({entry.island for entry in entries} - {None}),
-        added,
-        kept(stored, False),
-        kept(stored, True),
-        kept(written, False),
-        None if settings.recipe is None else summarized(entries, settings.recipe),
-    )
+def _blank(plan: Plan) -> Mapping[str, Slot]:
+    recipe: Recipe | None = plan.settings.recipe
+    has_scales = recipe is not None and bool(recipe.history)
+    is_random = recipe is not None and recipe.is_random
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return {
+        found.name: Slot(
+            jnp.ones((*found.turns, 3), jnp.float32) if has_scales else None,
+            jnp.zeros((*found.turns, *words.shape), words.dtype) if is_random else None,
+            jnp.zeros((*found.turns, 3, 3), jnp.float32),
+        )
+        for found in named_sites(plan)
+    }
 
 
 def _stored(
@@ -189,7 +189,9 @@ def _stored(
         return None
 
 
-def _looked_into(root: Place, steps: list[Step], call: FlatCall, notes: list[str]) -> list[Step]:
+def _looked_into(
+    root: PlanPlace, steps: list[Step], call: FlatCall, notes: list[str]
+) -> list[Step]:
     if any(isinstance(value, jax.ShapeDtypeStruct) for value in call.arrays):
         raise TypeError(
             "values=True runs the function once and needs arrays; got jax.ShapeDtypeStruct. Leave "
@@ -208,18 +210,6 @@ def _looked_into(root: Place, steps: list[Step], call: FlatCall, notes: list[str
         )
         for step in steps
     ]
-
-
-def _own_casts(steps: list[Step]) -> int:
-    """Conversions between floating-point dtypes that the user has written."""
-    total = 0
-    for step in steps:
-        if step.entry.name == "convert_element_type":
-            graph = step.place.plan.graph
-            before, after = graph.aval(step.node.ins[0]).dtype, graph.avals[step.node.outs[0]].dtype
-            if before != after and is_float(before) and is_float(after):
-                total += step.entry.count
-    return total
 
 
 def _stays_wide(step: Step) -> bool:
