@@ -4,6 +4,7 @@ from halfstep._autocast.api import (
     autocast as autocast,
     check_state as check_state,
     rewritten as rewritten,
+    run_traced as run_traced,
     settings_of as settings_of,
 )
 from halfstep._autocast.eligible import (
@@ -55,7 +56,7 @@ from halfstep._autocast.table import (
     TABLE as TABLE,
     Rule as Rule,
 )
-from halfstep._autocast.tracing import trace as trace
+from halfstep._autocast.tracing import Traced as Traced, trace as trace
 from halfstep._autocast.types import (
     FLOAT32 as FLOAT32,
     Decision as Decision,
@@ -65,3 +66,4 @@ from halfstep._autocast.types import (
     held_dtype as held_dtype,
     inner_plans as inner_plans,
 )
+from halfstep._autocast.unmatched import check_rules as check_rules

@@ -12,7 +12,7 @@ from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.run import run
 from halfstep._autocast.sites import placed
-from halfstep._autocast.tracing import trace
+from halfstep._autocast.tracing import Traced, trace
 from halfstep._autocast.types import FLOAT32, Settings
 from halfstep._autocast.unmatched import check_rules
 from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
@@ -131,15 +131,33 @@ def rewritten(
         call = trace(func, settings, args, kwargs, params=params, keep=keep)
         if every_rule:
             check_rules(call.plan)
-        outputs = call.plan.graph.outputs
-        slots = None if state is None else placed(call.plan, state)
-        results = run(call.plan, call.arrays, [Kind.WIDE] * len(outputs), slots=slots)
-        avals = list(call.results)
-        if is_loss and avals:
-            avals[0] = call.plan.graph.aval(outputs[0])
-        return call.rebuild([as_traced(*pair) for pair in zip(results, avals, strict=True)])
+        return call.rebuild(run_traced(call, call.arrays, state=state, is_loss=is_loss))
 
     return wrapped
+
+
+def run_traced(
+    call: Traced,
+    arrays: Sequence[Any],
+    *,
+    state: Mapping[str, Slot | Off] | None = None,
+    is_loss: bool = False,
+) -> list[Any]:
+    """The results' arrays of a call that is planned already, for its own arrays or for others.
+
+    Args:
+        call: What was traced, and its plan.
+        arrays: Of the shapes and dtypes that it was traced with.
+        state: As for `rewritten`.
+        is_loss: As for `rewritten`.
+    """
+    outputs = call.plan.graph.outputs
+    slots = None if state is None else placed(call.plan, state)
+    results = run(call.plan, arrays, [Kind.WIDE] * len(outputs), slots=slots)
+    avals = list(call.results)
+    if is_loss and avals:
+        avals[0] = call.plan.graph.aval(outputs[0])
+    return [as_traced(*pair) for pair in zip(results, avals, strict=True)]
 
 
 def as_traced(value: Any, aval: Any) -> Any:

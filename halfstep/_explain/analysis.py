@@ -12,15 +12,16 @@ from halfstep._autocast import (
     Plan,
     Rule,
     Slot,
-    autocast,
+    Traced,
+    check_rules,
     named_sites,
-    rewritten,
+    run_traced,
     settings_of,
     trace,
 )
 from halfstep._base import FlatCall, listed, size
 from halfstep._explain.cotangents import scale_sensitive
-from halfstep._explain.entries import name_of
+from halfstep._explain.entries import is_float, name_of
 from halfstep._explain.explain_report import ExplainReport
 from halfstep._explain.findings import (
     FLOAT16,
@@ -101,32 +102,24 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> ExplainReport:
         finder = Finder()
+        call = FlatCall(func, args, kwargs)
         traced = trace(func, settings, args, kwargs, params=numbers, keep=policy.keep)
         root = PlanPlace(traced.plan, paths=traced.paths)
         steps = walk(root, finder)
-        call = FlatCall(func, args, kwargs)
-        notes = list(_notes(steps))
+        notes = _notes(steps)
         if values:
             steps = _looked_into(root, steps, call, notes)
-        if policy.recipe is not None and policy.recipe.needs_state:
-            lowered = _lowered_with_state(func, policy, traced.plan, numbers)
-        else:
-            lowered = autocast(func, policy, params=params, islands=islands)
-        own = [n for n in numbers if n < len(args)]
-        stored = _stored(FlatCall(lowered, args, kwargs), own, finder, notes)
-        written = _stored(call, own, finder, []) if stored is not None else None
         entries = tuple(step.entry for step in steps)
-        added = casts(FlatCall(lowered, args, kwargs)) - own_casts(steps)
-        parameter_bytes = sum(
-            value.size * value.dtype.itemsize
-            for value, owner in zip(call.arrays, call.owners, strict=True)
-            if owner in own and jnp.issubdtype(value.dtype, jnp.floating)
-        )
+        own = [number for number in numbers if number < len(args)]
+        lowered = _lowered(call, traced)
+        stored = _stored(lowered, call, own, finder, notes)
+        written = _stored(call, call, own, finder, []) if stored is not None else None
+        added = casts(lowered, call.arrays) - own_casts(steps)
         findings = [*low_reductions(steps, min_bytes)]
         if settings.compute.itemsize < 4:
             findings += promotions(steps, finder, min_bytes)
             findings += unlowered(steps, min_bytes)
-            findings += model_copies(steps, parameter_bytes, min_bytes)
+            findings += model_copies(steps, _parameter_bytes(call, own), min_bytes)
             findings += unknown(steps, min_bytes)
             findings += ranges(steps)
             if settings.compute == FLOAT16 and stored is not None:
@@ -155,15 +148,23 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _lowered_with_state(
-    func: Callable[..., Any], policy: Policy, plan: Plan, params: Sequence[int]
-) -> Callable[..., Any]:
-    """A function as autocast rewrites it, with state in which nothing has been seen."""
-    state = _blank(plan)
-    return rewritten(func, plan.settings, params=params, keep=policy.keep, state=state)
+def _lowered(call: FlatCall, traced: Traced) -> Callable[..., list[Any]]:
+    """A call as `autocast` rewrites it, as a function of its arrays.
+
+    It runs the plan that the operations were read from. `autocast` itself would trace the function
+    and decide about all of its operations again, for each derivative and each count of casts.
+    """
+    settings = traced.plan.settings
+    if settings.compute.itemsize >= 4:
+        return call
+    check_rules(traced.plan)
+    has_state = settings.recipe is not None and settings.recipe.needs_state
+    state = _blank(traced.plan) if has_state else None
+    return lambda *arrays: run_traced(traced, arrays, state=state)
 
 
 def _blank(plan: Plan) -> Mapping[str, Slot]:
+    """State of a recipe in which nothing has been seen: `explain` needs its shapes only."""
     recipe: Recipe | None = plan.settings.recipe
     has_scales = recipe is not None and bool(recipe.history)
     is_random = recipe is not None and recipe.is_random
@@ -178,11 +179,24 @@ def _blank(plan: Plan) -> Mapping[str, Slot]:
     }
 
 
+def _parameter_bytes(call: FlatCall, params: Sequence[int]) -> int:
+    """How large the floating-point arrays of some arguments are."""
+    return sum(
+        value.size * value.dtype.itemsize
+        for value, owner in zip(call.arrays, call.owners, strict=True)
+        if owner in params and is_float(value.dtype)
+    )
+
+
 def _stored(
-    call: FlatCall, params: Sequence[int], finder: Finder, notes: list[str]
+    func: Callable[..., list[Any]],
+    call: FlatCall,
+    params: Sequence[int],
+    finder: Finder,
+    notes: list[str],
 ) -> list[Residual] | None:
     try:
-        return residuals(call, params, finder)
+        return residuals(func, call, params, finder)
     except Exception as error:  # Any error of the user's derivative rules ends up here.
         first = f"{type(error).__name__}: {error}".partition("\n")[0]
         notes.append(f"what is stored for the backward pass is not known: {first}")
@@ -224,7 +238,7 @@ def _stays_wide(step: Step) -> bool:
 
 
 def _notes(steps: list[Step]) -> list[str]:
-    notes = []
+    notes: list[str] = []
     labels = {label for step in steps for label in step.entry.within}
     if "while" in labels:
         notes.append("a while loop is counted as one turn")

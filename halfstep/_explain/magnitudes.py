@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from halfstep._autocast import CONTRACTIONS
-from halfstep._explain.places import PlanPlace, holds_functions, inside
+from halfstep._explain.places import PlanPlace
 from halfstep._program import (
     Cond,
     Constant,
@@ -58,7 +58,7 @@ class _Run:
 
         for index, node in enumerate(graph.nodes):
             operands = [read(operand) for operand in node.ins]
-            if holds_functions(place, index):
+            if place.holds_functions(index):
                 results, found = self.nested(place, index, operands)
                 largest.update(found)
             else:
@@ -73,7 +73,7 @@ class _Run:
         self, place: PlanPlace, index: int, operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
         node = place.plan.graph.nodes[index]
-        inner = list(inside(place, index))
+        inner = place.inside(index)
         match node.structure:
             case Jit() | Remat() | CustomJvp() | CustomVjp() | CustomVmap():
                 return self.of(inner[0], operands)

@@ -1,7 +1,6 @@
 """A plan and where it is: what is around it, and how often it runs."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -30,6 +29,10 @@ class PlanPlace:
     """Of the outermost plan: where in the call each input is."""
     by: str = ""
     """The rule of the user's by which all of it runs as it is written."""
+    _inside: dict[int, "tuple[PlanPlace, ...]"] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+    """What `inside` has made: a function that is left as written is planned there, once."""
 
     def kind(self, index: int, operand: Operand) -> Kind:
         """The kind of an operand of an operation."""
@@ -44,19 +47,44 @@ class PlanPlace:
         inputs = self.plan.graph.inputs
         return inputs.index(operand) if operand in inputs else None
 
+    def holds_functions(self, index: int) -> bool:
+        """Whether an operation is a loop, a branch or a call, and stands as its inside."""
+        if self.plan.decisions[index].inner is not None:
+            return True
+        structure = self.plan.graph.nodes[index].structure
+        return structure is not None and not structure.is_opaque
 
-def inside(place: PlanPlace, index: int) -> Iterator[PlanPlace]:
-    """The plans inside of an operation."""
-    node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    plans = list(inner_plans(decision.inner))
-    if not plans:
-        yield from _as_written(place, index)
-        return
-    structure = node.structure
-    calls = () if structure is None else structure.inner()
-    for number, (plan, call) in enumerate(zip(plans, calls, strict=True)):
-        labels, key = (*place.labels, call.label), (*place.key, index, number)
-        yield PlanPlace(plan, labels, place.times * call.times, place, _given(node, call), key)
+    def inside(self, index: int) -> tuple["PlanPlace", ...]:
+        """The plans inside an operation."""
+        if index not in self._inside:
+            node = self.plan.graph.nodes[index]
+            calls = () if node.structure is None else node.structure.inner()
+            plans = tuple(inner_plans(self.plan.decisions[index].inner))
+            pairs = zip(plans, calls, strict=True) if plans else ((None, call) for call in calls)
+            self._inside[index] = tuple(
+                self._place_of(index, number, plan, call)
+                for number, (plan, call) in enumerate(pairs)
+            )
+        return self._inside[index]
+
+    def _place_of(self, index: int, number: int, plan: Plan | None, call: Inner) -> "PlanPlace":
+        node = self.plan.graph.nodes[index]
+        given, by = _given(node, call), ""
+        if plan is None:
+            # `autocast` leaves the inside as it is written. It is planned here, with settings that
+            # lower nothing, so that its operations are listed and counted like all others.
+            graph = graph_of(call.function, node.scope)
+            plan = make_plan(graph, [Kind.OTHER] * len(graph.inputs), _NO_AUTOCAST)
+            given, by = (None,) * len(graph.inputs), self.plan.decisions[index].by or self.by
+        return PlanPlace(
+            plan,
+            (*self.labels, call.label),
+            self.times * call.times,
+            self,
+            given,
+            (*self.key, index, number),
+            by=by,
+        )
 
 
 def _given(node: Node, call: Inner) -> tuple[Operand | None, ...]:
@@ -66,28 +94,3 @@ def _given(node: Node, call: Inner) -> tuple[Operand | None, ...]:
         None if position in call.carried else node.ins[operand]
         for position, operand in enumerate(operands)
     )
-
-
-def holds_functions(place: PlanPlace, index: int) -> bool:
-    """Whether an operation is a loop, a branch or a call, and stands as its inside."""
-    node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    if decision.inner is not None:
-        return True
-    return node.structure is not None and not node.structure.is_opaque
-
-
-def _as_written(place: PlanPlace, index: int) -> Iterator[PlanPlace]:
-    node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    structure = node.structure
-    for number, call in enumerate(() if structure is None else structure.inner()):
-        graph = graph_of(call.function, node.scope)
-        plan = make_plan(graph, [Kind.OTHER] * len(graph.inputs), _NO_AUTOCAST)
-        yield PlanPlace(
-            plan,
-            (*place.labels, call.label),
-            place.times * call.times,
-            place,
-            (None,) * len(graph.inputs),
-            (*place.key, index, number),
-            by=decision.by or place.by,
-        )

@@ -36,14 +36,22 @@ class Residual:
     """Whether it is a number that is written out, in a shape."""
 
 
-def residuals(call: FlatCall, params: Sequence[int], finder: Finder) -> list[Residual]:
+def residuals(
+    func: Callable[..., list[Any]], call: FlatCall, params: Sequence[int], finder: Finder
+) -> list[Residual]:
     """What differentiating a function by its parameters stores, but for the arguments themselves.
 
     Whatever is an argument, and is handed on as it is, costs nothing more.
+
+    Args:
+        func: Takes the call's arrays: the call itself, or the same as `autocast` rewrites it.
+        call: Says which array is of which argument.
+        params: The positions of the arguments that it is differentiated by.
+        finder: Finds the user's lines.
     """
 
     def stored(*values: Any) -> Any:
-        return vjp_by_parameters(call, call, params, values)
+        return vjp_by_parameters(func, call, params, values)
 
     jaxpr = jax.make_jaxpr(stored)(*call.arrays).jaxpr
     # The same value may be needed by several operations, and is stored once.

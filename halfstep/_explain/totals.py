@@ -1,13 +1,12 @@
 """What the operations of a function add up to: FLOPs, casts, stored bytes, 8 and 4 bits."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from halfstep._autocast import TWO_ACTIVATIONS, TWO_PARAMETERS, Settings
-from halfstep._base import FlatCall
 from halfstep._explain.entries import ExplainEntry, is_float, name_of
 from halfstep._explain.reasons import KEPT
 from halfstep._explain.stored import Residual
@@ -215,12 +214,12 @@ def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
 # Casts.
 
 
-def casts(call: FlatCall) -> int:
+def casts(func: Callable[..., list[Any]], arrays: Sequence[Any]) -> int:
     """Conversions between floating-point dtypes in one forward pass; loops by their length.
 
     A `while` loop counts as one iteration, and all branches of a `cond` count.
     """
-    return _casts_in(jax.make_jaxpr(call)(*call.arrays).jaxpr)
+    return _casts_in(jax.make_jaxpr(func)(*arrays).jaxpr)
 
 
 def _casts_in(jaxpr: Any) -> int:

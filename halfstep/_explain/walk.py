@@ -19,7 +19,7 @@ from halfstep._autocast import (
 )
 from halfstep._explain.entries import ExplainEntry, typed
 from halfstep._explain.flops import flops, inside_flops
-from halfstep._explain.places import PlanPlace, holds_functions, inside
+from halfstep._explain.places import PlanPlace
 from halfstep._explain.reasons import multiplies, parameter, reason
 from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
 
@@ -49,13 +49,13 @@ def _walk(
     numbers = _islands(place.plan, islands)
     for index, node in enumerate(place.plan.graph.nodes):
         source = line or finder.find(node.source.traceback)
-        if not holds_functions(place, index):
+        if not place.holds_functions(index):
             entry = _entry(place, index, source, numbers.get(index), finder)
             yield Step(place, index, entry)
             continue
         # JAX's own functions with derivatives of their own (relu): where they are called.
         of_jax = any(is_of_jax(inner.jaxpr) for inner in functions_in(node.name, node.params))
-        for inner in inside(place, index):
+        for inner in place.inside(index):
             yield from _walk(inner, finder, islands, source if of_jax else line)
 
 

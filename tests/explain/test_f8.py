@@ -250,7 +250,8 @@ def test_state_that_is_made_up_is_like_real_state(recipe: str):
     key = {"key": jax.random.key(0)} if halfstep.RECIPES[recipe].is_random else {}
     scaling = halfstep.RECIPES[recipe].init(dense, PARAMS, X, calibrate=False, **key)
     lowered = halfstep.autocast(dense, recipe, scaling=scaling)
-    real = residuals(FlatCall(lowered, (PARAMS, X), {}), [0], Finder())
+    call = FlatCall(lowered, (PARAMS, X), {})
+    real = residuals(call, call, [0], Finder())
     totals = report(dense, recipe).totals
     assert totals.stored == by_dtype([found for found in real if not found.of_argument])
     assert totals.stored_casts == by_dtype([found for found in real if found.of_argument])
