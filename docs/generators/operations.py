@@ -11,7 +11,7 @@ from benchmarks._page import update
 from benchmarks._report import table
 from halfstep._autocast import GROUPS, TABLE
 from halfstep._autocast.decide import _NEVER_AGAIN, _PLANNERS
-from halfstep._autocast.table import CONTRACTIONS, Rule
+from halfstep._autocast.primitives import CONTRACTIONS, Rule
 
 PAGE = pathlib.Path(__file__).parents[1] / "operations.md"
 

@@ -1,22 +1,13 @@
 """An unmodified float32 function in mixed precision."""
 
-from halfstep._autocast.api import (
-    autocast as autocast,
-    check_state as check_state,
-    rewritten as rewritten,
-    run_traced as run_traced,
-    settings_of as settings_of,
-)
-from halfstep._autocast.eligible import (
+from halfstep._autocast.f8.eligible import (
     TWO_ACTIVATIONS as TWO_ACTIVATIONS,
     TWO_PARAMETERS as TWO_PARAMETERS,
 )
-from halfstep._autocast.f8.marks import (
-    ELEMENTS as ELEMENTS,
-    ROUNDED as ROUNDED,
-)
 from halfstep._autocast.f8.product import (
+    ELEMENTS as ELEMENTS,
     OFF as OFF,
+    ROUNDED as ROUNDED,
     Site as Site,
     Slot as Slot,
 )
@@ -27,7 +18,7 @@ from halfstep._autocast.islands import (
 from halfstep._autocast.kinds import (
     Kind as Kind,
 )
-from halfstep._autocast.loops import (
+from halfstep._autocast.nested import (
     hold as hold,
 )
 from halfstep._autocast.picks import (
@@ -35,6 +26,24 @@ from halfstep._autocast.picks import (
 )
 from halfstep._autocast.planning import (
     plan as plan,
+)
+from halfstep._autocast.plans import (
+    FLOAT32 as FLOAT32,
+    Decision as Decision,
+    Plan as Plan,
+    Settings as Settings,
+    check_sites as check_sites,
+    decided as decided,
+    held_dtype as held_dtype,
+    inner_plans as inner_plans,
+    named_sites as named_sites,
+    placed as placed,
+)
+from halfstep._autocast.primitives import (
+    CONTRACTIONS as CONTRACTIONS,
+    GROUPS as GROUPS,
+    TABLE as TABLE,
+    Rule as Rule,
 )
 from halfstep._autocast.recompute import (
     Place as Place,
@@ -45,25 +54,12 @@ from halfstep._autocast.run import (
     held as held,
     operand_of as operand_of,
 )
-from halfstep._autocast.sites import (
-    check_sites as check_sites,
-    named_sites as named_sites,
-    placed as placed,
-)
-from halfstep._autocast.table import (
-    CONTRACTIONS as CONTRACTIONS,
-    GROUPS as GROUPS,
-    TABLE as TABLE,
-    Rule as Rule,
-)
 from halfstep._autocast.tracing import Traced as Traced, trace as trace
-from halfstep._autocast.types import (
-    FLOAT32 as FLOAT32,
-    Decision as Decision,
-    Plan as Plan,
-    Settings as Settings,
-    decided as decided,
-    held_dtype as held_dtype,
-    inner_plans as inner_plans,
+from halfstep._autocast.transform import (
+    autocast as autocast,
+    check_rules as check_rules,
+    check_state as check_state,
+    rewritten as rewritten,
+    run_traced as run_traced,
+    settings_of as settings_of,
 )
-from halfstep._autocast.unmatched import check_rules as check_rules

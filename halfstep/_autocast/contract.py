@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from halfstep._autocast.residuals import Derivative
+from halfstep._autocast.f8.saved_residuals import Derivative
 from halfstep._base import cast
 from halfstep._policy import Factor
 

@@ -9,17 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from halfstep._autocast import calls, derivatives, loops
-from halfstep._autocast.eligible import site_of
+from halfstep._autocast import custom_rules, nested
+from halfstep._autocast.f8.eligible import site_of
 from halfstep._autocast.kinds import Kind, is_subject, join
+from halfstep._autocast.nested import Planner
 from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
-from halfstep._autocast.table import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
-from halfstep._autocast.types import FLOAT32, Decision, Planner, Settings, held_dtype
+from halfstep._autocast.plans import FLOAT32, Decision, Settings, held_dtype
+from halfstep._autocast.primitives import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
 from halfstep._base import jaxprs_in
 from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
 from halfstep._program import Graph, Node, Operand, is_scalar_literal, size
 
-_PLANNERS = MappingProxyType({**loops.PLANNERS, **calls.PLANNERS, **derivatives.PLANNERS})
+_PLANNERS = MappingProxyType({**nested.PLANNERS, **custom_rules.PLANNERS})
 # Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not
 # vanish in an island.
 _NEVER_AGAIN = COLLECTIVES | DEAR | {"name"}
@@ -31,20 +32,20 @@ def decide(
 ) -> Decision:
     """How an operation runs, given the kinds of its operands."""
     chosen = _chosen(node, graph, settings)
-    nested = node.name in _PLANNERS
-    if chosen is not None and callable(chosen.outcome) and not nested:
+    holds = node.name in _PLANNERS
+    if chosen is not None and callable(chosen.outcome) and not holds:
         return _by_function(node, graph, kinds, settings, chosen.outcome, str(chosen))
     outcome = _outcome(node, chosen)
-    if nested and outcome is None:
+    if holds and outcome is None:
         return _PLANNERS[node.name](node, kinds, settings, plan)
     compute = settings.compute
-    known = nested or node.name in TABLE
+    known = holds or node.name in TABLE
     by = "" if outcome is None or chosen is None else str(chosen)
     make = functools.partial(
         _decision, [graph.avals[number] for number in node.outs], compute, known=known, by=by
     )
     barrier = node.effects or not known or node.name in _NEVER_AGAIN
-    if nested:
+    if holds:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
     if node.name in CONTRACTIONS:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.table import CONTRACTIONS, Rule
-from halfstep._autocast.types import Plan, held_dtype
+from halfstep._autocast.plans import Plan, held_dtype
+from halfstep._autocast.primitives import CONTRACTIONS, Rule
 from halfstep._program import Constant, size
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast.table import PASSING
+from halfstep._autocast.primitives import PASSING
 from halfstep._program import Constant, Graph, Node, Operand, is_scalar_literal
 
 PICKS = "it only picks values, by a one-hot factor"

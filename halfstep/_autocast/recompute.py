@@ -1,4 +1,4 @@
-"""How an island is computed again: in a form that XLA neither undoes nor is hindered by.
+"""How an island is recomputed: in a form that XLA neither undoes nor is hindered by.
 
 `jax.checkpoint` alone bars what was stored and what comes back from behind from being merged with
 anything. XLA:GPU needs both bars: without the second one it turns what comes back around in
@@ -7,21 +7,27 @@ follows. Where forward and backward pass are apart anyway, in the body of a loop
 lies between them, after the last contraction, neither is needed.
 """
 
+import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
-from halfstep._autocast.calls import RECOMPUTED
-from halfstep._autocast.derivatives import zero_tangent
-from halfstep._autocast.residuals import keep, restore
+from halfstep._autocast.custom_rules import zero_tangent
+from halfstep._autocast.f8.saved_residuals import keep, restore
+from halfstep._autocast.islands import Island
+from halfstep._autocast.nested import RECOMPUTED
+from halfstep._autocast.plans import Decision, Plan
 from halfstep._base import settled
 from halfstep._policy import Factor
-from halfstep._program import Scan, While
+from halfstep._program import Constant, Operand, Scan, While
 
 
 class Place(enum.Enum):
@@ -136,3 +142,123 @@ def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
     for i, value in zip(moving, made, strict=True):
         out[i] = value
     return tuple(out)
+
+
+# Functions that are the same, and are shared.
+#
+# Layers that are written out repeat their islands and calls. JAX keeps what it has derived of a
+# function (its trace, derivative and transpose) by the function, so twelve layers that share one
+# are differentiated once.
+
+
+def island_signature(plan: Plan, island: Island) -> Hashable:
+    """Equal for islands of a plan that are the same function of what comes in.
+
+    Lines of the source and named scopes are part of it, so that each operation keeps its own.
+    """
+    numbers = {number: position for position, number in enumerate(island.inputs)}
+    parts = tuple(_operation(plan, index, numbers) for index in island.nodes)
+    reads = tuple((plan.graph.avals[number], dtype) for number, dtype in island.reads)
+    outputs = tuple((numbers[number], dtype) for number, dtype in island.outputs)
+    return reads, parts, outputs
+
+
+def signature(plan: Plan, index: int) -> Hashable:
+    """The same for a single operation, such as a call."""
+    operands = plan.graph.nodes[index].ins
+    numbers: dict[int, int] = {}
+    for operand in operands:
+        if not isinstance(operand, Constant):
+            numbers.setdefault(operand, len(numbers))
+    return _operation(plan, index, numbers)
+
+
+def _operation(plan: Plan, index: int, numbers: dict[int, int]) -> Hashable:
+    node, level = plan.graph.nodes[index], plan.levels[index]
+    ins = tuple(_operand(plan, operand, level, numbers) for operand in node.ins)
+    for number in node.outs:
+        numbers[number] = len(numbers)
+    return (
+        node.primitive,
+        tuple((name, _key(node.params[name])) for name in sorted(node.params)),
+        ins,
+        tuple(plan.graph.avals[number] for number in node.outs),
+        _decision(plan.decisions[index]),
+        _key(node.source.name_stack),
+        _key(node.source.traceback),
+    )
+
+
+def _operand(
+    plan: Plan, operand: Operand, level: int, numbers: Mapping[int, int]
+) -> tuple[Hashable, ...]:
+    kind = plan.seen(operand, level)
+    if not isinstance(operand, Constant):
+        return numbers[operand], kind
+    value = np.asarray(operand.value)
+    return "constant", kind, operand.aval, value.dtype, value.tobytes()
+
+
+def _decision(decision: Decision) -> Hashable:
+    # What is planned for the inside follows from the operation and its operands.
+    names = (field.name for field in dataclasses.fields(decision) if field.name != "inner")
+    return tuple(_key(getattr(decision, name)) for name in names)
+
+
+def _key(value: Any) -> Hashable:
+    """A value to compare by; what cannot be compared is equal to itself only."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
+
+
+# `x - max(x)` inside an island.
+#
+# It is one primitive and not `platform_dependent`, which would trace, differentiate and lower two
+# branches for every softmax.
+
+_difference = Primitive("halfstep_difference")
+
+
+def difference(left: Any, right: Any, *, compute: np.dtype) -> Any:
+    """Subtract in float32, except on TPU: there in the compute dtype, with a float32 result.
+
+    XLA:TPU would write the float32 difference to memory, once for the exponential and once for its
+    derivative. The operands are values of the compute dtype, so that what is lost is one rounding.
+    """
+    return _difference.bind(left, right, compute=compute)
+
+
+def _exact(left: Any, right: Any, *, compute: np.dtype) -> Any:
+    del compute
+    return jax.lax.sub(left, right)
+
+
+def _low(left: Any, right: Any, *, compute: np.dtype) -> Any:
+    made = [jax.lax.convert_element_type(value, compute) for value in (left, right)]
+    return jax.lax.convert_element_type(jax.lax.sub(*made), left.dtype)
+
+
+def _abstract(left: Any, right: Any, *, compute: np.dtype) -> Any:
+    del compute
+    return jax.lax.sub_p.abstract_eval(left, right)[0]
+
+
+def _spread(tangent: Any, left: Any, right: Any) -> Any:
+    # NumPy knows no dimensions without a number, as `jax.export` has them.
+    shape = jnp.broadcast_shapes(left.shape, right.shape)
+    return tangent if tangent.shape == shape else jnp.broadcast_to(tangent, shape)
+
+
+_difference.def_impl(_exact)
+_difference.def_abstract_eval(_abstract)
+ad.defjvp(
+    _difference,
+    lambda tangent, *primals, **_: _spread(tangent, *primals),
+    lambda tangent, *primals, **_: jax.lax.neg(_spread(tangent, *primals)),
+)
+batching.defbroadcasting(_difference)
+mlir.register_lowering(_difference, mlir.lower_fun(_exact, multiple_results=False))
+mlir.register_lowering(_difference, mlir.lower_fun(_low, multiple_results=False), platform="tpu")

@@ -9,21 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast import calls, derivatives, loops
+from halfstep._autocast import custom_rules, nested
 from halfstep._autocast.contract import contract
 from halfstep._autocast.decide import bind_by
-from halfstep._autocast.difference import difference
 from halfstep._autocast.f8.product import OFF, Slots
 from halfstep._autocast.islands import Island, schedule
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.recompute import Place, recomputed
-from halfstep._autocast.repeats import island_signature, signature
-from halfstep._autocast.table import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.types import FLOAT32, Call, Plan, held_dtype
+from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
+from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
+from halfstep._autocast.recompute import Place, difference, island_signature, recomputed, signature
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import Constant, Node, Operand, bind_again
 
-_RUNNERS = MappingProxyType({**loops.RUNNERS, **calls.RUNNERS, **derivatives.RUNNERS})
+_RUNNERS = MappingProxyType({**nested.RUNNERS, **custom_rules.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
 _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
@@ -200,10 +198,10 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
         return [decision.site(operands, slots)]
     if decision.inner is not None:
         inside = functools.partial(run, place=env.place.within(node.name))
-        if node.name in calls.RECOMPUTED:
-            func = calls.recomputed(node, decision, inside)
+        if node.name in nested.RECOMPUTED:
+            func = nested.recomputed(node, decision, inside)
             return env.shared.setdefault(signature(plan, index), func)(slots, *operands)
-        call = Call(node, decision, operands, plan.settings, inside, slots)
+        call = nested.Call(node, decision, operands, plan.settings, inside, slots)
         return _RUNNERS[node.name](call)
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)

@@ -8,7 +8,7 @@ import jax
 
 from halfstep._autocast.kinds import Kind, is_subject
 from halfstep._autocast.planning import plan
-from halfstep._autocast.types import FLOAT32, Plan, Settings
+from halfstep._autocast.plans import FLOAT32, Plan, Settings
 from halfstep._base import ClosedJaxpr, FlatCall, MarkedLeaf
 from halfstep._program import graph_of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from halfstep._autocast.api import autocast
+from halfstep._autocast.transform import autocast
 from tests._jaxprs import equations
 from tests.autocast._shared import (
     W,

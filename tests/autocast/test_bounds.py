@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast.api import settings_of
-from halfstep._autocast.bounds import LARGEST
+from halfstep._autocast.planning import LARGEST
 from halfstep._autocast.tracing import trace
+from halfstep._autocast.transform import settings_of
 from halfstep._policy.policy import as_policy
 
 pytestmark = pytest.mark.core

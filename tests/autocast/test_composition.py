@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 import halfstep
-from halfstep._autocast.api import autocast
+from halfstep._autocast.transform import autocast
 from halfstep._base.jaxprs import ClosedJaxpr
 
 pytestmark = pytest.mark.core

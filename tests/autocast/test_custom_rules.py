@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfstep._autocast.api import autocast
+from halfstep._autocast.transform import autocast
 from tests.autocast._shared import (
     W,
     X,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from halfstep._autocast.table import COLLECTIVES, PASSING, TABLE, Rule
+from halfstep._autocast.primitives import COLLECTIVES, PASSING, TABLE, Rule
 from halfstep._program.control_flow import TABLE as STRUCTURES
 
 pytestmark = pytest.mark.core
@@ -73,7 +73,7 @@ def test_every_primitive_has_a_row():
         and name not in STRUCTURES
         and not any(module.startswith(KERNELS) for module in modules)
     }
-    assert missing == {}, "say in halfstep/_autocast/table.py in which precision these run"
+    assert missing == {}, "say in halfstep/_autocast/primitives.py in which precision these run"
 
 
 def test_a_primitive_that_is_in_no_table_is_found(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast.api import autocast
+from halfstep._autocast.transform import autocast
 from tests._jaxprs import equations
 from tests._rows import slow_unless
 from tests.autocast._frameworks import FRAMEWORKS, SHAPES, Model

@@ -14,7 +14,7 @@ import halfstep
 from halfstep._autocast.islands import Island, schedule
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.planning import plan
-from halfstep._autocast.types import Settings
+from halfstep._autocast.plans import Settings
 from halfstep._program.graph import graph_of
 from tests._jaxprs import contractions, equations
 from tests.models.vit import ViT, loss

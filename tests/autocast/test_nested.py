@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 import pytest
 
-from halfstep._autocast.api import autocast
+from halfstep._autocast.transform import autocast
 from tests.autocast._shared import (
     W,
     X,

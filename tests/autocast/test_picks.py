@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import halfstep
-from halfstep._autocast.api import autocast
+from halfstep._autocast.transform import autocast
 from tests.autocast._shared import dots, every_format, traced
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast.table import CONTRACTIONS
+from halfstep._autocast.primitives import CONTRACTIONS
 from halfstep._base.calls import FlatCall
 from halfstep._explain.stored import residuals
 from halfstep._explain.totals import by_dtype

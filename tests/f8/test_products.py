@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import halfstep
 from halfstep import RECIPES
 from halfstep._autocast import settings_of, trace
-from halfstep._autocast.types import decided
+from halfstep._autocast.plans import decided
 from halfstep._policy.policy import as_policy
 from tests._jaxprs import equations
 

@@ -10,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import PreflightReport
-from halfstep._autocast.f8.marks import ELEMENTS
+from halfstep._autocast.f8.product import ELEMENTS
 from halfstep._preflight import Argument, Change, Product
 from halfstep._preflight.report import saved as _saved
 from tests.preflight._entries import GIB, entry

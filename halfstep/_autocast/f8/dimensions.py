@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfstep._autocast.linear import explicit_sharding
+from halfstep._autocast.f8.linear import explicit_sharding
 
 
 @dataclasses.dataclass(frozen=True)

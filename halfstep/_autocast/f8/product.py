@@ -1,5 +1,6 @@
 """One product in few bits, with its derivative: three legs, each quantized as a recipe says."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,21 @@ from halfstep._autocast.f8.dimensions import (
     of_result,
 )
 from halfstep._autocast.f8.encode import Written, observed, read, same_on_both, written
-from halfstep._autocast.f8.marks import marked
-from halfstep._autocast.linear import gradient_by, linear, product_with
+from halfstep._autocast.f8.linear import gradient_by, linear, product_with
 from halfstep._policy import Factor, Recipe
 from halfstep.quant._scaled import Scaled
+
+ELEMENTS = "halfstep_f8"
+"""Elements of few bits are multiplied."""
+ROUNDED = "halfstep_rounded"
+"""What was rounded to few bits is multiplied in 16."""
+
+
+def _marked(*, direct: bool, quantized: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """A scope for one product; none for a leg that the recipe leaves alone."""
+    if not quantized:
+        return contextlib.nullcontext()
+    return jax.named_scope(ELEMENTS if direct else ROUNDED)
 
 
 class Slot(NamedTuple):
@@ -185,7 +197,7 @@ class Site:
             for place in (0, 1)
         ]
         options = {**dict(self.options), "preferred_element_type": _accumulator(self.out)}
-        with marked(direct=direct):
+        with _marked(direct=direct):
             made = self.contraction.bind(*given, *rest, **options)
         return (self._scaled(made, factors, self.roles) if direct else made).astype(self.out)
 
@@ -256,7 +268,7 @@ class Site:
         own = self.roles[place]
         axes = (*own.shared, *own.own, *own.summed)
         # A transposition that becomes part of the product gives it its name.
-        with marked(direct=direct, quantized=factor is not None):
+        with _marked(direct=direct, quantized=factor is not None):
             if self._is_dot:
                 made = dot(given, against, roles, turned, dtype, divided(like, axes))
             else:

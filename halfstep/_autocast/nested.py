@@ -1,26 +1,69 @@
-"""Loops and branches: their carries and results have one dtype, whichever way is taken."""
+"""Operations that hold functions: loops, branches and calls, as they are planned and run.
 
+The carries of a loop and the results of its branches have one dtype, whichever way is taken.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from halfstep._autocast.kinds import Kind, carried, join
-from halfstep._autocast.types import (
-    FLOAT32,
-    Call,
-    Decision,
-    Plan,
-    Planner,
-    Settings,
-    held_dtype,
-    nested,
-    out_kinds,
-    without_state,
-)
+from halfstep._autocast.plans import FLOAT32, Decision, Plan, Settings, held_dtype, out_kinds
+from halfstep._autocast.primitives import Rule
 from halfstep._base import cast
-from halfstep._program import Cond, Constant, Graph, Node, Scan, While, graph_of
+from halfstep._program import (
+    Cond,
+    Constant,
+    Graph,
+    Jit,
+    Node,
+    Remat,
+    Scan,
+    ShardMap,
+    While,
+    graph_of,
+)
+
+Planner = Callable[..., Plan]
+"""Plans the functions inside of an operation."""
+Runner = Callable[..., list[Any]]
+"""Runs them."""
+
+
+class Call(NamedTuple):
+    """An operation that holds functions, as it is run."""
+
+    node: Node
+    decision: Decision
+    operands: Sequence[Any]
+    settings: Settings
+    run: Runner
+    slots: Any
+    """What a recipe's state has for the products inside."""
+
+
+def inner_decision(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decision:
+    """The decision about an operation that holds functions: they have decided."""
+    return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
+
+
+def without_islands(settings: Settings) -> Settings:
+    """For the inside of what is computed again anyway."""
+    return dataclasses.replace(settings, islands=False)
+
+
+def with_own_rules(settings: Settings) -> Settings:
+    """For functions with their own derivatives or mapping, which gradients leave by rules only."""
+    return without_state(without_islands(settings))
+
+
+def without_state(settings: Settings) -> Settings:
+    """For the inside of what a recipe's state does not reach."""
+    return dataclasses.replace(settings, has_state=False)
+
 
 # Scan.
 
@@ -44,7 +87,7 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
             for before, after in zip(current[first : first + carries], outs, strict=False)
         ]
         if stable == current[first : first + carries]:
-            return nested([*stable, *outs[carries:]], (made, tuple(current)))
+            return inner_decision([*stable, *outs[carries:]], (made, tuple(current)))
         current[first : first + carries] = stable
 
 
@@ -105,7 +148,7 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
         stable = [carried(*pair) for pair in zip(carry, out_kinds(made), strict=True)]
         if stable == carry:
             test = plan(condition, [*of_condition, *carry], settings)
-            return nested(carry, (test, made, (*of_condition, *of_body, *carry)))
+            return inner_decision(carry, (test, made, (*of_condition, *of_body, *carry)))
         carry = stable
 
 
@@ -133,7 +176,7 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
         for branch in node.structured(Cond).branches
     ]
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
-    return nested(outs, tuple(branches))
+    return inner_decision(outs, tuple(branches))
 
 
 def _run_cond(call: Call) -> list[Any]:
@@ -148,11 +191,61 @@ def _run_cond(call: Call) -> list[Any]:
     return list(call.node.structured(Cond).bind(index, branches, *values))
 
 
+# Calls.
+
+
+def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+    # Inside of what the user recomputes there is nothing to store.
+    function = node.structured(Remat).function
+    inner = plan(graph_of(function, node.scope), kinds, without_islands(settings))
+    return inner_decision(out_kinds(inner), inner)
+
+
+def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
+    """What the user recomputes, as a function of a recipe's state and its operands."""
+    return node.structured(Remat).checkpoint(
+        lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots))
+    )
+
+
+def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+    function = node.structured(Jit, ShardMap).function
+    inner = plan(graph_of(function, node.scope), kinds, settings)
+    return inner_decision(out_kinds(inner), inner)
+
+
+def _plan_shard_map(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    return _plan_call(node, kinds, without_state(settings), plan)
+
+
+def _run_shard_map(call: Call) -> list[Any]:
+    decision = call.decision
+    results = call.node.structured(ShardMap).bind(
+        lambda *values: tuple(call.run(decision.inner, values, decision.outs)), *call.operands
+    )
+    return list(results)
+
+
+def _run_jit(call: Call) -> list[Any]:
+    decision = call.decision
+    results = call.node.structured(Jit).bind(
+        lambda *values: tuple(call.run(decision.inner, values, decision.outs, slots=call.slots)),
+        *call.operands,
+    )
+    return list(results)
+
+
+RECOMPUTED = Remat.names
 PLANNERS = MappingProxyType(
     {
         **dict.fromkeys(Scan.names, _plan_scan),
         **dict.fromkeys(While.names, _plan_while),
         **dict.fromkeys(Cond.names, _plan_cond),
+        **dict.fromkeys(RECOMPUTED, _plan_remat),
+        **dict.fromkeys(ShardMap.names, _plan_shard_map),
+        **dict.fromkeys(Jit.names, _plan_call),
     }
 )
 RUNNERS = MappingProxyType(
@@ -160,5 +253,7 @@ RUNNERS = MappingProxyType(
         **dict.fromkeys(Scan.names, _run_scan),
         **dict.fromkeys(While.names, _run_while),
         **dict.fromkeys(Cond.names, _run_cond),
+        **dict.fromkeys(ShardMap.names, _run_shard_map),
+        **dict.fromkeys(Jit.names, _run_jit),
     }
 )

@@ -1,18 +1,19 @@
-"""What a plan is: a function, and how each of its operations runs."""
+"""A plan: a function, and how each of its operations runs. `planning` makes it."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from halfstep._autocast.f8.product import Site
+from halfstep._autocast.f8.product import Off, Site, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
-from halfstep._autocast.table import CONTRACTIONS, PASSING, Rule
+from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._base import Rounding
-from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe
-from halfstep._program import Constant, Graph, Node, Operand
+from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe, plain_scope
+from halfstep._program import Cond, Constant, Graph, Node, Operand, Scan
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -143,29 +144,6 @@ def held_dtype(aval: Any, kind: Kind, compute: np.dtype) -> np.dtype | None:
     return compute if kind.is_low else FLOAT32
 
 
-Planner = Callable[..., Plan]
-"""Plans the functions inside of an operation."""
-Runner = Callable[..., list[Any]]
-"""Runs them."""
-
-
-class Call(NamedTuple):
-    """An operation that holds functions, as it is run."""
-
-    node: Node
-    decision: Decision
-    operands: Sequence[Any]
-    settings: Settings
-    run: Runner
-    slots: Any
-    """What a recipe's state has for the products inside."""
-
-
-def nested(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decision:
-    """The decision about an operation that holds functions: they have decided."""
-    return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
-
-
 def out_kinds(plan: Plan) -> list[Kind]:
     """What a function returns."""
     return [plan.out_kind(operand) for operand in plan.graph.outputs]
@@ -188,16 +166,77 @@ def inner_plans(inner: Any) -> Iterator[Plan]:
             yield from inner_plans(item)
 
 
-def without_islands(settings: Settings) -> Settings:
-    """For the inside of what is computed again anyway."""
-    return dataclasses.replace(settings, islands=False)
+# The products of a plan that have a place in a recipe's state: their names, and what they get.
 
 
-def with_own_rules(settings: Settings) -> Settings:
-    """For functions with their own derivatives or mapping, which gradients leave by rules only."""
-    return without_state(without_islands(settings))
+class Named(NamedTuple):
+    """A product of a plan, or as many as its loops have turns."""
+
+    name: str
+    site: Site
+    turns: tuple[int, ...]
+    """Of the loops that it is in, the outermost first."""
 
 
-def without_state(settings: Settings) -> Settings:
-    """For the inside of what a recipe's state does not reach."""
-    return dataclasses.replace(settings, has_state=False)
+def named_sites(plan: Plan) -> list[Named]:
+    """All products that a recipe's state is for, in the order in which they are written."""
+    numbers: collections.Counter[str] = collections.Counter()
+    found = []
+    for base, site, turns in _sites(plan, ()):
+        number = numbers[base]
+        numbers[base] += 1
+        found.append(Named(f"{base}.{number}", site, turns))
+    return found
+
+
+def _sites(plan: Plan, turns: tuple[int, ...]) -> Iterator[tuple[str, Site, tuple[int, ...]]]:
+    for node, decision in zip(plan.graph.nodes, plan.decisions, strict=True):
+        if decision.site is not None and plan.settings.has_state:
+            scope = plain_scope(node.scope)
+            yield f"{scope}/{node.name}" if scope else node.name, decision.site, turns
+        structure = node.structure
+        more = (structure.length,) if isinstance(structure, Scan) else ()
+        for inner in inner_plans(decision.inner):
+            yield from _sites(inner, (*turns, *more))
+
+
+def check_sites(have: Sequence[str], want: Sequence[str]) -> None:
+    """Raise unless state is that of a function's products.
+
+    Args:
+        have: The names that there is state for.
+        want: Those of the function's products.
+    """
+    if sorted(have) == sorted(want):
+        return
+    missing = [name for name in want if name not in have]
+    # JAX sorts the names of a dictionary wherever it rebuilds one.
+    unknown = sorted(set(have) - set(want))
+    parts = [
+        f"{what} {', '.join(map(repr, names))}"
+        for what, names in (("no state for", missing), ("and state for", unknown))
+        if names
+    ]
+    raise ValueError(
+        "the recipe's state is that of other products than the function has: "
+        f"{' '.join(parts).removeprefix('and ')}. Make it anew with recipe.init(loss, ...), or "
+        "restore the state that belongs to this function."
+    )
+
+
+def placed(plan: Plan, state: Mapping[str, Slot | Off]) -> Slots:
+    """What each product gets, where it is."""
+    names = [found.name for found in named_sites(plan)]
+    check_sites(list(state), names)
+    return _placed(plan, iter([state[name] for name in names])) or {}
+
+
+def _placed(plan: Plan, slots: Iterator[Slot | Off]) -> Slots | None:
+    made: dict[int, Any] = {}
+    for index, (node, decision) in enumerate(zip(plan.graph.nodes, plan.decisions, strict=True)):
+        if decision.site is not None and plan.settings.has_state:
+            made[index] = next(slots)
+        inside = [_placed(inner, slots) for inner in inner_plans(decision.inner)]
+        if any(found is not None for found in inside):
+            made[index] = tuple(inside) if isinstance(node.structure, Cond) else inside[0]
+    return made or None

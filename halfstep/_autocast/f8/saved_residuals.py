@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.lax import bitcast_convert_type
 
-from halfstep._autocast.linear import gradient_by, linear, product_with
+from halfstep._autocast.f8.linear import gradient_by, linear, product_with
 from halfstep._policy import Factor
 from halfstep._program import size
 from halfstep.quant._scaled import inverse, power_of_two, saturated

@@ -1,4 +1,8 @@
-"""Functions with derivatives of their own, which stay theirs."""
+"""Functions with their own rules for derivatives or for `vmap`: the rules are rewritten, too.
+
+A rule is traced when JAX asks for it, in float32 as it was written, and then planned and run like
+any other function.
+"""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -11,16 +15,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from halfstep._autocast.kinds import Kind, is_subject
-from halfstep._autocast.types import (
-    Call,
-    Decision,
-    Planner,
-    Settings,
-    nested,
-    out_kinds,
-    with_own_rules,
-)
-from halfstep._program import CustomJvp, CustomVjp, Node, graph_of
+from halfstep._autocast.nested import Call, Planner, inner_decision, with_own_rules
+from halfstep._autocast.plans import Decision, Settings, out_kinds
+from halfstep._program import CustomJvp, CustomVjp, CustomVmap, Node, graph_of
 
 
 def _plan_custom_jvp(
@@ -28,7 +25,7 @@ def _plan_custom_jvp(
 ) -> Decision:
     function = node.structured(CustomJvp).function
     inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
-    return nested(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
+    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
 
 
 def _run_custom_jvp(call: Call) -> list[Any]:
@@ -93,7 +90,7 @@ def _plan_custom_vjp(
 ) -> Decision:
     function = node.structured(CustomVjp).function
     inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
-    return nested(out_kinds(inner), (inner, tuple(kinds), plan))
+    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
 def _run_custom_vjp(call: Call) -> list[Any]:
@@ -220,15 +217,51 @@ def _dense(value: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
+def _plan_custom_vmap(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+) -> Decision:
+    function = node.structured(CustomVmap).function
+    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
+    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan))
+
+
+def _run_custom_vmap(call: Call) -> list[Any]:
+    node, decision, run = call.node, call.decision, call.run
+    inner, kinds, plan = decision.inner
+    custom = node.structured(CustomVmap)
+    avals = [inner.graph.avals[number] for number in inner.graph.inputs]
+
+    def rule(size: int, is_mapped: Sequence[bool], values: Sequence[Any]) -> tuple[Any, Any]:
+        found: list[bool] = []
+
+        def mapped(*given: Any) -> Sequence[Any]:
+            results, found[:] = custom.rule(size, is_mapped, given)
+            return results
+
+        # The rule is written for float32, as the function is.
+        traced = [
+            jax.ShapeDtypeStruct(value.shape, aval.dtype)
+            for value, aval in zip(values, avals, strict=True)
+        ]
+        made = plan(graph_of(jax.make_jaxpr(mapped)(*traced), node.scope), kinds, inner.settings)
+        return tuple(run(made, values, decision.outs)), tuple(found)
+
+    return list(
+        custom.bind(lambda *values: tuple(run(inner, values, decision.outs)), rule, *call.operands)
+    )
+
+
 PLANNERS = MappingProxyType(
     {
         **dict.fromkeys(CustomJvp.names, _plan_custom_jvp),
         **dict.fromkeys(CustomVjp.names, _plan_custom_vjp),
+        **dict.fromkeys(CustomVmap.names, _plan_custom_vmap),
     }
 )
 RUNNERS = MappingProxyType(
     {
         **dict.fromkeys(CustomJvp.names, _run_custom_jvp),
         **dict.fromkeys(CustomVjp.names, _run_custom_vjp),
+        **dict.fromkeys(CustomVmap.names, _run_custom_vmap),
     }
 )

@@ -1,5 +1,6 @@
 """`autocast`: an unmodified float32 function in mixed precision."""
 
+import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,13 +11,11 @@ import numpy as np
 
 from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
+from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
-from halfstep._autocast.sites import placed
 from halfstep._autocast.tracing import Traced, trace
-from halfstep._autocast.types import FLOAT32, Settings
-from halfstep._autocast.unmatched import check_rules
 from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
-from halfstep._policy import Factor, Policy, as_policy
+from halfstep._policy import Factor, Policy, PrecisionRule, as_policy
 
 
 def autocast(
@@ -138,11 +137,11 @@ def rewritten(
 
 def run_traced(
     call: Traced,
-    arrays: Sequence[Any],
+    arrays: Sequence[jax.Array],
     *,
     state: Mapping[str, Slot | Off] | None = None,
     is_loss: bool = False,
-) -> list[Any]:
+) -> list[jax.Array]:
     """The results' arrays of a call that is planned already, for its own arrays or for others.
 
     Args:
@@ -204,3 +203,50 @@ def _reduce_dtype(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None
             f"`reduce_dtype` is float32 or the compute dtype, {dtype_name(compute)}; got {dtype!r}."
         )
     return parsed
+
+
+# A rule that matches nothing is a mistake, and the error says so.
+
+
+def check_rules(plan: Plan) -> None:
+    """Raise if a rule of the user's has decided nothing in a plan.
+
+    Raises:
+        ValueError: With the names that come nearest to what the rule is for.
+    """
+    rules = plan.settings.rules
+    if not rules:
+        return
+    used, names, scopes = set(), set(), set()
+    for owner, index in decided(plan):
+        node = owner.graph.nodes[index]
+        used.add(owner.decisions[index].by)
+        names.add(node.name)
+        parts = node.scope.split("/")
+        scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}
+    for rule in rules:
+        if str(rule) not in used:
+            raise ValueError(_unmatched(rule, names, scopes))
+
+
+def _unmatched(rule: PrecisionRule, names: set[str], scopes: set[str]) -> str:
+    near = []
+    if rule.op is not None and rule.op not in names:
+        near.append(f"operations: {_nearest(rule.op, names)}")
+    if rule.scope is not None:
+        near.append(f"scopes: {_nearest(rule.scope, scopes)}")
+    found = "; ".join(near) or f"operations: {_nearest(rule.op or '', names)}"
+    return (
+        f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is for all of "
+        f"it. Nearest candidates: {found}. An operation is a primitive of JAX: softmax is several, "
+        "and halfstep.explain lists all. A scope is one of jax.named_scope's, '/' separates them, "
+        "and '**' stands for any number. Use one of these, or leave the rule out."
+    )
+
+
+def _nearest(wanted: str, names: set[str]) -> str:
+    last = wanted.rsplit("/", 1)[-1]
+    by_end = sorted(name for name in names if name.rsplit("/", 1)[-1] == last)
+    near = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.5)
+    shown = list(dict.fromkeys([*by_end, *near]))[:3] or sorted(names)[:5]
+    return ", ".join(map(repr, shown)) or "none"
