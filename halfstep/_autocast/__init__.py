@@ -8,7 +8,7 @@ from halfstep._autocast.f8.product import (
     ELEMENTS as ELEMENTS,
     OFF as OFF,
     ROUNDED as ROUNDED,
-    Site as Site,
+    RecipeProduct as RecipeProduct,
     Slot as Slot,
 )
 from halfstep._autocast.islands import (
@@ -46,7 +46,7 @@ from halfstep._autocast.primitives import (
     Rule as Rule,
 )
 from halfstep._autocast.recompute import (
-    Place as Place,
+    Surroundings as Surroundings,
 )
 from halfstep._autocast.run import (
     Environment as Environment,
@@ -54,7 +54,7 @@ from halfstep._autocast.run import (
     held as held,
     operand_of as operand_of,
 )
-from halfstep._autocast.tracing import Traced as Traced, trace as trace
+from halfstep._autocast.tracing import TracedCall as TracedCall, trace as trace
 from halfstep._autocast.transform import (
     autocast as autocast,
     check_rules as check_rules,

@@ -12,20 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.lax import DotDimensionNumbers
 
 from halfstep._autocast.f8.saved_residuals import Derivative
 from halfstep._base import cast
 from halfstep._policy import Factor
 
-Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+Options = tuple[tuple[str, Any], ...]
+"""What a primitive is bound with, as a parameter of another one, which has to be hashable."""
 
 
 def contract(
-    primitive: Any,
+    primitive: Primitive,
     params: Mapping[str, Any],
     operands: Sequence[Any],
     *,
@@ -70,22 +74,20 @@ def contract(
             for position in (0, 1)
             if not isinstance(tangents[position], SymbolicZero)
         ]
-        if not terms:
-            return result, jax.numpy.zeros_like(result)
-        return result, terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        return result, _total(terms, result)
 
     func.defjvp(rule, symbolic_zeros=True)
     return func(*operands)
 
 
 def _bind(
-    primitive: Any, options: Mapping[str, Any], values: Sequence[Any], compute: np.dtype
-) -> Any:
+    primitive: Primitive, options: Mapping[str, Any], values: Sequence[Any], compute: np.dtype
+) -> jax.Array:
     factors = [_cast(value, compute) for value in values[:2]]
     return primitive.bind(*factors, *values[2:], **options)
 
 
-def _cast(value: Any, dtype: np.dtype) -> Any:
+def _cast(value: jax.Array | np.ndarray, dtype: np.dtype) -> jax.Array | np.ndarray:
     return value if value.dtype == dtype else cast(value, dtype)
 
 
@@ -93,11 +95,15 @@ def _cast(value: Any, dtype: np.dtype) -> Any:
 _linear = Primitive("halfstep_contraction")
 
 
-def _apply(*values: Any, contraction: Any, options: Any, compute: np.dtype, **_: Any) -> Any:
+def _apply(
+    *values: Any, contraction: Primitive, options: Options, compute: np.dtype, **_: object
+) -> jax.Array:
     return _bind(contraction, dict(options), values, compute)
 
 
-def _abstract(*avals: Any, contraction: Any, options: Any, compute: np.dtype, **_: Any) -> Any:
+def _abstract(
+    *avals: ShapedArray, contraction: Primitive, options: Options, compute: np.dtype, **_: object
+) -> ShapedArray:
     factors = [aval.update(dtype=compute) for aval in avals[:2]]
     return contraction.abstract_eval(*factors, *avals[2:], **dict(options))[0]
 
@@ -110,20 +116,25 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, position: int, **pa
             # Linear in what moves now: of the second derivative, this is all that there is.
             terms.append(_linear.bind(*given, position=which, **params))
     result = _linear.bind(*primals, position=position, **params)
+    return result, _total(terms, result)
+
+
+def _total(terms: Sequence[jax.Array], result: jax.Array) -> jax.Array:
+    """The tangent of a result: the sum of what each factor that moves adds to it."""
     if not terms:
-        return result, jax.numpy.zeros_like(result)
-    return result, terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        return jnp.zeros_like(result)
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def _transpose(
-    cotangent: Any,
+    cotangent: jax.Array | ad.Zero,
     *values: Any,
     position: int,
-    contraction: Any,
-    options: Any,
+    contraction: Primitive,
+    options: Options,
     compute: np.dtype,
     gradient: np.dtype,
-) -> Any:
+) -> Sequence[Any]:
     if isinstance(cotangent, ad.Zero):
         return [None] * len(values)
     given = list(values)
@@ -144,17 +155,17 @@ def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     return _linear.bind(left, right, **{**params, "options": tuple(options.items())}), out_axis
 
 
-def _axis(axis: Any) -> int | None:
+def _axis(axis: object) -> int | None:
     """The dimension that is mapped over; JAX says `None` for none."""
     return axis if isinstance(axis, int) else None
 
 
 def _batched(
-    dimensions: Dimensions,
+    dimensions: DotDimensionNumbers,
     left_ndim: int,
     left_axis: int | None,
     right_axis: int | None,
-) -> tuple[Any, int]:
+) -> tuple[DotDimensionNumbers, int]:
     """The dimensions of a product one of whose factors, or both, have one more."""
     (left_sum, right_sum), (left_batch, right_batch) = dimensions
 

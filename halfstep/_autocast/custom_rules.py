@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from halfstep._autocast.kinds import Kind, is_subject
 from halfstep._autocast.nested import Call, Planner, inner_decision, with_own_rules
@@ -68,7 +70,10 @@ def _run_custom_jvp(call: Call) -> list[Any]:
     return list(func(*call.operands))
 
 
-def _instantiated(tangent: Any, primal: Any) -> Any:
+def _instantiated(
+    tangent: jax.Array | np.ndarray | SymbolicZero, primal: jax.Array | np.ndarray
+) -> jax.Array | np.ndarray:
+    """A tangent as an array, for a rule that is not told which of them are zero."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     aval: Any = tangent.aval
@@ -78,7 +83,7 @@ def _instantiated(tangent: Any, primal: Any) -> Any:
     return jnp.zeros_like(primal, dtype=aval.dtype)
 
 
-def zero_tangent(value: Any) -> Any:
+def zero_tangent(value: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """The tangent of a value that does not move, as an array."""
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return jnp.zeros_like(value)
@@ -136,47 +141,56 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     outs = [inner.graph.aval(operand) for operand in inner.graph.outputs]
 
     @_without_closures()
-    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        values = [*residuals, *cotangents]
         of_given = [*(kind for kind, _ in shapes), *decision.outs]
         types = [*(aval for _, aval in shapes), *outs]
         # As they are but for the dtype: within a shard_map they vary over axes.
         traced = [
             _as_traced(value, aval) if is_subject(aval, settings.compute) else value
-            for value, aval in zip([*residuals, *cotangents], types, strict=True)
+            for value, aval in zip(values, types, strict=True)
         ]
         # Numbers of Python's that the rule has kept are for it to look at, and so are zeros that
         # JAX only speaks of.
-        arrays = [hasattr(value, "dtype") and not _is_zero(value) for value in traced]
+        arrays = [
+            place
+            for place, value in enumerate(traced)
+            if hasattr(value, "dtype") and not isinstance(value, SymbolicZero)
+        ]
 
-        def only(values: Sequence[Any]) -> list[Any]:
-            return [value for value, keep in zip(values, arrays, strict=True) if keep]
+        def flat(*given: Any) -> list[Any]:
+            every = list(traced)
+            for place, value in zip(arrays, given, strict=True):
+                every[place] = value
+            return [_dense(value) for value in custom.backward(*every)]
 
-        def flat(*values: Any) -> Any:
-            found = iter(values)
-            given = [
-                next(found) if keep else value for value, keep in zip(traced, arrays, strict=True)
-            ]
-            return [_dense(value) for value in custom.backward(*given)]
-
-        graph = graph_of(jax.make_jaxpr(flat)(*only(traced)), node.scope)
-        made = plan(graph, only(of_given), settings)
-        given = only([*residuals, *cotangents])
-        results = iter(run(made, given, [Kind.WIDE] * len(graph.outputs)))
-        out = []
-        for position, (aval, value) in enumerate(zip(avals, operands, strict=True)):
-            gradient = None if position < consts else next(results)
-            if not jnp.issubdtype(aval.dtype, jnp.inexact):
-                out.append(np.zeros(aval.shape, jax.dtypes.float0))
-            elif gradient is None:
-                out.append(jnp.zeros_like(value))
-            else:
-                out.append(jax.lax.convert_element_type(gradient, value.dtype))
-        return tuple(out)
+        program = jax.make_jaxpr(flat)(*(traced[place] for place in arrays))
+        graph = graph_of(program, node.scope)
+        made = plan(graph, [of_given[place] for place in arrays], settings)
+        given = [values[place] for place in arrays]
+        results = run(made, given, [Kind.WIDE] * len(graph.outputs))
+        return _gradients(results, avals, operands)
 
     # A rule that asks for it is told which of its arguments are differentiated, and which of its
     # results are used.
     func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
     return list(func(*operands))
+
+
+def _gradients(
+    made: Sequence[Any], avals: Sequence[ShapedArray], operands: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The gradients of all operands; those that a rule closes over come first, and are zero."""
+    results = [None] * (len(operands) - len(made)) + list(made)
+    out = []
+    for gradient, aval, value in zip(results, avals, operands, strict=True):
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            out.append(np.zeros(aval.shape, jax.dtypes.float0))
+        elif gradient is None:
+            out.append(jnp.zeros_like(value))
+        else:
+            out.append(jax.lax.convert_element_type(gradient, value.dtype))
+    return tuple(out)
 
 
 @contextlib.contextmanager
@@ -196,20 +210,16 @@ def _without_closures() -> Generator[None]:
         ) from error
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, SymbolicZero)
-
-
-def _as_traced(value: Any, aval: Any) -> Any:
+def _as_traced(value: ArrayLike | SymbolicZero, aval: ShapedArray) -> ArrayLike | SymbolicZero:
     """A value in the dtype in which a rule was written for it."""
-    if _is_zero(value):
+    if isinstance(value, SymbolicZero):
         return SymbolicZero(value.aval.update(dtype=aval.dtype))
     if not hasattr(value, "dtype"):
         return value
     return jax.lax.convert_element_type(value, aval.dtype)
 
 
-def _dense(value: Any) -> Any:
+def _dense(value: object) -> object:
     """A cotangent as an array, also where JAX only says that it is zero."""
     aval = getattr(value, "aval", None)
     if isinstance(value, jax.Array | np.ndarray) or aval is None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import AbstractValue
 
 from halfstep._autocast import custom_rules, nested
 from halfstep._autocast.f8.eligible import site_of
@@ -86,7 +87,7 @@ def _contraction(
     kinds: Sequence[Kind],
     settings: Settings,
     rule: Rule,
-    make: Any,
+    make: Callable[..., Decision],
     chosen: str,
 ) -> Decision:
     avals = [graph.aval(operand) for operand in node.ins[:2]]
@@ -113,14 +114,24 @@ def _contraction(
         return dataclasses.replace(decision, refusal=PICKS)
     # How a result is handed on does not say what it is made of.
     by = "" if rule is Rule.ACCUMULATE else chosen
-    site = site_of(node, graph, kinds, settings, by, FLOAT32 if wide else settings.compute)
+    site = site_of(
+        node,
+        graph,
+        kinds,
+        settings.recipe,
+        by=by,
+        has_state=settings.has_state,
+        compute=settings.compute,
+        out=FLOAT32 if wide else settings.compute,
+        weight_gradient=settings.reduce or settings.compute,
+    )
     if isinstance(site, str):
         return dataclasses.replace(decision, refusal=site)
     return dataclasses.replace(decision, site=site)
 
 
 def _decision(
-    outs: Sequence[Any],
+    outs: Sequence[AbstractValue],
     compute: np.dtype,
     rule: Rule,
     dtype: np.dtype,

@@ -2,11 +2,12 @@
 
 import enum
 from collections.abc import Iterable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 from jax.ref import AbstractRef
+from jax.typing import ArrayLike
 
 
 class Kind(enum.IntEnum):
@@ -60,7 +61,7 @@ def carried(before: Kind, after: Kind) -> Kind:
     return join((before, after))
 
 
-def is_subject(aval: Any, compute: np.dtype) -> bool:
+def is_subject(aval: AbstractValue, compute: np.dtype) -> bool:
     """Whether a value of this type is one whose precision is ours to choose.
 
     A `Ref` is a place and no value: what it holds stays as it was made.
@@ -69,7 +70,7 @@ def is_subject(aval: Any, compute: np.dtype) -> bool:
     return is_float32 and compute.itemsize < 4 and not isinstance(aval, AbstractRef)
 
 
-def constant_kind(value: Any, compute: np.dtype) -> Kind:
+def constant_kind(value: ArrayLike, compute: np.dtype) -> Kind:
     """Whether a constant can be written in the compute dtype without becoming another number.
 
     Rounding is no matter. A constant that would become infinite (`-1e9` in float16) or vanish (an

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from halfstep._autocast.f8.product import Slots
 from halfstep._autocast.kinds import Kind, carried, join
 from halfstep._autocast.plans import FLOAT32, Decision, Plan, Settings, held_dtype, out_kinds
 from halfstep._autocast.primitives import Rule
@@ -45,7 +46,7 @@ class Call(NamedTuple):
     """What a recipe's state has for the products inside."""
 
 
-def inner_decision(outs: Sequence[Kind], inner: Any, *, barrier: bool = True) -> Decision:
+def inner_decision(outs: Sequence[Kind], inner: object, *, barrier: bool = True) -> Decision:
     """The decision about an operation that holds functions: they have decided."""
     return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
 
@@ -113,7 +114,7 @@ def _run_scan(call: Call) -> list[Any]:
     values = hold(call.operands, kinds, avals, call.settings.compute)
     consts, init, xs = loop.split(values)
 
-    def body(carry: Any, given: Any) -> Any:
+    def body(carry: Sequence[Any], given: tuple[Sequence[Any], Slots | None]) -> Any:
         x, own = given
         results = call.run(inner, [*consts, *carry, *x], decision.outs, slots=own)
         return tuple(results[: loop.carries]), tuple(results[loop.carries :])
@@ -182,7 +183,7 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 def _run_cond(call: Call) -> list[Any]:
     decision = call.decision
 
-    def runner(branch: Plan, own: Any) -> Callable[..., Any]:
+    def runner(branch: Plan, own: Slots | None) -> Callable[..., Any]:
         return lambda *values: tuple(call.run(branch, values, decision.outs, slots=own))
 
     given = [None] * len(decision.inner) if call.slots is None else call.slots

@@ -7,10 +7,10 @@ that make it: a comparison of whole numbers with a count (`iota`), cast, moved a
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from halfstep._autocast.primitives import PASSING
 from halfstep._program import Constant, Graph, Node, Operand, is_scalar_literal
@@ -155,7 +155,7 @@ def _made(graph: Graph, operand: Operand) -> Node | None:
     return None if made_by is None else graph.nodes[made_by]
 
 
-def _fits(size: Any, dtype: Any) -> bool:
+def _fits(size: object, dtype: np.dtype) -> bool:
     """Whether a dtype counts to a size; a count of 300 in 8 bits begins anew.
 
     No array is as long as 32 bits count, also where its size has no number yet (`jax.export`).
@@ -165,5 +165,5 @@ def _fits(size: Any, dtype: Any) -> bool:
     return dtype.itemsize >= 4 or (isinstance(size, int) and size - 1 <= np.iinfo(dtype).max)
 
 
-def _is_whole(aval: Any) -> bool:
+def _is_whole(aval: ShapedArray) -> bool:
     return jnp.issubdtype(aval.dtype, np.integer)

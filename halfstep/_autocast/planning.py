@@ -4,34 +4,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast.decide import decide
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
-from halfstep._autocast.plans import Plan, Settings, seen_kind
+from halfstep._autocast.plans import Draft, Plan, Settings, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
 from halfstep._program import Constant, Graph, Node, is_traced, size
 
 LARGEST = float(np.finfo(np.float16).max)
-
-
-class _State:
-    """What is known while a plan is made."""
-
-    def __init__(self, graph: Graph, settings: Settings):
-        self.graph, self.settings = graph, settings
-        count = len(graph.avals)
-        self.kinds: list[Kind] = [Kind.OTHER] * count
-        self.after: list[int] = [0] * count
-        self.from_low: list[bool] = [False] * count
-        self.width: list[int] = [size(aval) for aval in graph.avals]
-        self.levels: list[int] = []
-        self.rounded: set[int] = set()
-        self.too_large: set[int] = set()
-        self.bounds: list[float] = [math.inf] * count
 
 
 def plan(
@@ -51,7 +34,7 @@ def plan(
             transposes it: those of the rule of a `custom_jvp`. To quantize is not linear, so no
             recipe applies to what is made of them.
     """
-    state = _State(graph, settings)
+    state = Draft(graph, settings)
     unquantized = dataclasses.replace(settings, recipe=None)
     linear = {graph.inputs[position] for position in tangents}
     for number, kind in zip(graph.inputs, in_kinds, strict=True):
@@ -133,15 +116,15 @@ def plan(
 _Rule = Callable[[Sequence[float], Node, Graph], float]
 
 
-def _largest(ins: Sequence[float], *_: Any) -> float:
+def _largest(ins: Sequence[float], *_: object) -> float:
     return max(ins, default=math.inf)
 
 
-def _first(ins: Sequence[float], *_: Any) -> float:
+def _first(ins: Sequence[float], *_: object) -> float:
     return ins[0]
 
 
-def _product(ins: Sequence[float], *_: Any) -> float:
+def _product(ins: Sequence[float], *_: object) -> float:
     # Nothing is known of zero times infinity.
     return math.inf if math.inf in ins else math.prod(ins)
 
@@ -162,7 +145,7 @@ def _total(ins: Sequence[float], node: Node, graph: Graph) -> float:
     return ins[0] * size(graph.aval(node.ins[0])) / max(size(graph.avals[node.outs[0]]), 1)
 
 
-def _clamped(ins: Sequence[float], *_: Any) -> float:
+def _clamped(ins: Sequence[float], *_: object) -> float:
     low, value, high = ins
     return min(value, max(low, high))
 

@@ -3,17 +3,19 @@
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.core import AbstractValue
 
-from halfstep._autocast.f8.product import Off, Site, Slot, Slots
+from halfstep._autocast.f8.product import Off, RecipeProduct, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._base import Rounding
 from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe, plain_scope
-from halfstep._program import Cond, Constant, Graph, Node, Operand, Scan
+from halfstep._program import Cond, Constant, Graph, Node, Operand, Scan, size
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -54,10 +56,30 @@ class Decision:
     """The rule of the user's that has decided, if one has."""
     function: PrecisionFunction | None = None
     """That of a rule which makes the operands itself."""
-    site: Site | None = None
+    site: RecipeProduct | None = None
     """A contraction in few bits."""
     refusal: str = ""
     """Why it is none, if the recipe is for others."""
+
+
+class Draft:
+    """A plan that is being made: what is known of each value so far, by its number."""
+
+    def __init__(self, graph: Graph, settings: Settings):
+        self.graph, self.settings = graph, settings
+        count = len(graph.avals)
+        self.kinds: list[Kind] = [Kind.OTHER] * count
+        self.after: list[int] = [0] * count
+        """How many barriers lie before it at most."""
+        self.from_low: list[bool] = [False] * count
+        """Whether anything in the compute dtype is part of it."""
+        self.width: list[int] = [size(aval) for aval in graph.avals]
+        """The size of the largest value that it is made of since the last barrier."""
+        self.bounds: list[float] = [math.inf] * count
+        """The largest magnitude that it can have."""
+        self.levels: list[int] = []
+        self.rounded: set[int] = set()
+        self.too_large: set[int] = set()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +146,7 @@ def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Roun
     return Rounding.LOOSE
 
 
-def seen_kind(state: Any, operand: Operand, level: int) -> Kind:
+def seen_kind(state: Plan | Draft, operand: Operand, level: int) -> Kind:
     """The kind of an operand for an operation of a level, in a plan or one that is being made."""
     compute = state.settings.compute
     if isinstance(operand, Constant):
@@ -137,7 +159,7 @@ def seen_kind(state: Any, operand: Operand, level: int) -> Kind:
     return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
 
 
-def held_dtype(aval: Any, kind: Kind, compute: np.dtype) -> np.dtype | None:
+def held_dtype(aval: AbstractValue, kind: Kind, compute: np.dtype) -> np.dtype | None:
     """The dtype in which a value of a kind is held; `None` for what is not ours."""
     if not is_subject(aval, compute):
         return None
@@ -157,7 +179,7 @@ def decided(plan: Plan) -> Iterator[tuple[Plan, int]]:
             yield from decided(inner)
 
 
-def inner_plans(inner: Any) -> Iterator[Plan]:
+def inner_plans(inner: object) -> Iterator[Plan]:
     """The plans that a decision holds."""
     if isinstance(inner, Plan):
         yield inner
@@ -173,7 +195,7 @@ class Named(NamedTuple):
     """A product of a plan, or as many as its loops have turns."""
 
     name: str
-    site: Site
+    site: RecipeProduct
     turns: tuple[int, ...]
     """Of the loops that it is in, the outermost first."""
 
@@ -189,7 +211,9 @@ def named_sites(plan: Plan) -> list[Named]:
     return found
 
 
-def _sites(plan: Plan, turns: tuple[int, ...]) -> Iterator[tuple[str, Site, tuple[int, ...]]]:
+def _sites(
+    plan: Plan, turns: tuple[int, ...]
+) -> Iterator[tuple[str, RecipeProduct, tuple[int, ...]]]:
     for node, decision in zip(plan.graph.nodes, plan.decisions, strict=True):
         if decision.site is not None and plan.settings.has_state:
             scope = plain_scope(node.scope)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -30,20 +31,20 @@ from halfstep._policy import Factor
 from halfstep._program import Constant, Operand, Scan, While
 
 
-class Place(enum.Enum):
+class Surroundings(enum.Enum):
     """Where a plan runs, which says what XLA sees beside it."""
 
     WHOLE = "the whole function"
     LOOP = "in the body of a loop, whose backward pass is another loop"
     WITHIN = "in anything else: the backward pass follows, and something may lie between"
 
-    def within(self, name: str) -> "Place":
+    def within(self, name: str) -> "Surroundings":
         """The place of what is inside of an operation."""
         if name in (*Scan.names, *While.names):
-            return Place.LOOP
+            return Surroundings.LOOP
         # Of what the user has computed again, both passes are in the body of one loop.
-        is_loop = self is Place.LOOP and name not in RECOMPUTED
-        return Place.LOOP if is_loop else Place.WITHIN
+        is_loop = self is Surroundings.LOOP and name not in RECOMPUTED
+        return Surroundings.LOOP if is_loop else Surroundings.WITHIN
 
 
 Function = Callable[..., tuple[Any, ...]]
@@ -91,7 +92,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
     def outer(*values: Any) -> tuple[Any, ...]:
         return func(*values)
 
-    # Traced once, however often it is called: layers that are written out share it.
+    # TracedCall once, however often it is called: layers that are written out share it.
     @functools.cache
     def pushing(moving: tuple[int, ...], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -125,7 +126,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
     return outer
 
 
-def _moves(tangent: Any) -> bool:
+def _moves(tangent: jax.Array | np.ndarray | SymbolicZero) -> bool:
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
@@ -205,7 +206,7 @@ def _decision(decision: Decision) -> Hashable:
     return tuple(_key(getattr(decision, name)) for name in names)
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: object) -> Hashable:
     """A value to compare by; what cannot be compared is equal to itself only."""
     try:
         hash(value)
@@ -219,10 +220,11 @@ def _key(value: Any) -> Hashable:
 # It is one primitive and not `platform_dependent`, which would trace, differentiate and lower two
 # branches for every softmax.
 
+Array = jax.Array | np.ndarray
 _difference = Primitive("halfstep_difference")
 
 
-def difference(left: Any, right: Any, *, compute: np.dtype) -> Any:
+def difference(left: Array, right: Array, *, compute: np.dtype) -> jax.Array:
     """Subtract in float32, except on TPU: there in the compute dtype, with a float32 result.
 
     XLA:TPU would write the float32 difference to memory, once for the exponential and once for its
@@ -231,22 +233,22 @@ def difference(left: Any, right: Any, *, compute: np.dtype) -> Any:
     return _difference.bind(left, right, compute=compute)
 
 
-def _exact(left: Any, right: Any, *, compute: np.dtype) -> Any:
+def _exact(left: Array, right: Array, *, compute: np.dtype) -> jax.Array:
     del compute
     return jax.lax.sub(left, right)
 
 
-def _low(left: Any, right: Any, *, compute: np.dtype) -> Any:
+def _low(left: Array, right: Array, *, compute: np.dtype) -> jax.Array:
     made = [jax.lax.convert_element_type(value, compute) for value in (left, right)]
     return jax.lax.convert_element_type(jax.lax.sub(*made), left.dtype)
 
 
-def _abstract(left: Any, right: Any, *, compute: np.dtype) -> Any:
+def _abstract(left: ShapedArray, right: ShapedArray, *, compute: np.dtype) -> ShapedArray:
     del compute
     return jax.lax.sub_p.abstract_eval(left, right)[0]
 
 
-def _spread(tangent: Any, left: Any, right: Any) -> Any:
+def _spread(tangent: jax.Array, left: Array, right: Array) -> jax.Array:
     # NumPy knows no dimensions without a number, as `jax.export` has them.
     shape = jnp.broadcast_shapes(left.shape, right.shape)
     return tangent if tangent.shape == shape else jnp.broadcast_to(tangent, shape)

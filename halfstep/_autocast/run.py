@@ -17,7 +17,13 @@ from halfstep._autocast.islands import Island, schedule
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.recompute import Place, difference, island_signature, recomputed, signature
+from halfstep._autocast.recompute import (
+    Surroundings,
+    difference,
+    island_signature,
+    recomputed,
+    signature,
+)
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import Constant, Node, Operand, bind_again
 
@@ -33,7 +39,7 @@ def run(
     values: Sequence[Any],
     out_kinds: Sequence[Kind],
     *,
-    place: Place = Place.WHOLE,
+    place: Surroundings = Surroundings.WHOLE,
     slots: Slots | None = None,
 ) -> list[Any]:
     """Run a plan on values that are held as its inputs' kinds say.
@@ -70,7 +76,7 @@ class Environment:
     """Values by number, each in one or both of the two dtypes."""
 
     def __init__(
-        self, plan: Plan, place: Place, *, stored: bool = False, slots: Slots | None = None
+        self, plan: Plan, place: Surroundings, *, stored: bool = False, slots: Slots | None = None
     ):
         self.plan = plan
         self.place = place
@@ -235,7 +241,7 @@ def _has_own_gradients(plan: Plan, index: int) -> bool:
 
 def _run_island(env: Environment, island: Island) -> None:
     plan = env.plan
-    last = env.place is Place.WHOLE and island.is_last
+    last = env.place is Surroundings.WHOLE and island.is_last
 
     def inside(*values: Any) -> tuple[Any, ...]:
         inner = Environment(plan, env.place, stored=not last)
@@ -247,7 +253,7 @@ def _run_island(env: Environment, island: Island) -> None:
 
     with plan.graph.nodes[island.nodes[0]].in_scope():
         inputs = [env.read(number, dtype) for number, dtype in island.reads]
-    barred = env.place is not Place.LOOP and not last
+    barred = env.place is not Surroundings.LOOP and not last
     func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
     results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)
     for (number, dtype), result in zip(island.outputs, results, strict=True):

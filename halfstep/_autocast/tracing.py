@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from halfstep._autocast.kinds import Kind, is_subject
 from halfstep._autocast.planning import plan
@@ -14,7 +15,7 @@ from halfstep._program import graph_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """A call: how it runs, and on what."""
 
     plan: Plan
@@ -38,7 +39,7 @@ def trace(
     *,
     params: Collection[int | str],
     keep: Sequence[str],
-) -> Traced:
+) -> TracedCall:
     """Trace a function on the arrays of its arguments; what is no array is part of it.
 
     Args:
@@ -76,7 +77,7 @@ def trace(
     results = program.out_avals
     if any(stored):
         results = _results(call, arrays, default=results)
-    return Traced(made, arrays, call.paths, call.rebuild, program, tuple(results))
+    return TracedCall(made, arrays, call.paths, call.rebuild, program, tuple(results))
 
 
 def _results(
@@ -109,5 +110,7 @@ def _stored(kinds: Sequence[Kind], arrays: Sequence[Any], settings: Settings) ->
     return [pair == (True, settings.compute) for pair in pairs]
 
 
-def _as_float32(array: Any) -> Any:
+def _as_float32(
+    array: jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct,
+) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda x: x.astype(FLOAT32), array)

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
+from jax.typing import ArrayLike
 
 from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
-from halfstep._autocast.tracing import Traced, trace
+from halfstep._autocast.tracing import TracedCall, trace
 from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
 from halfstep._policy import Factor, Policy, PrecisionRule, as_policy
 
@@ -136,7 +138,7 @@ def rewritten(
 
 
 def run_traced(
-    call: Traced,
+    call: TracedCall,
     arrays: Sequence[jax.Array],
     *,
     state: Mapping[str, Slot | Off] | None = None,
@@ -159,7 +161,7 @@ def run_traced(
     return [as_traced(*pair) for pair in zip(results, avals, strict=True)]
 
 
-def as_traced(value: Any, aval: Any) -> Any:
+def as_traced(value: ArrayLike, aval: ShapedArray) -> jax.Array:
     """A result as it is without autocast: an array, which yields to others if it would there."""
     if not isinstance(value, jax.Array):
         # A number that is written into the program.

@@ -12,7 +12,7 @@ from halfstep._autocast import (
     Plan,
     Rule,
     Slot,
-    Traced,
+    TracedCall,
     check_rules,
     named_sites,
     run_traced,
@@ -148,7 +148,7 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _lowered(call: FlatCall, traced: Traced) -> Callable[..., list[Any]]:
+def _lowered(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
     """A call as `autocast` rewrites it, as a function of its arrays.
 
     It runs the plan that the operations were read from. `autocast` itself would trace the function

@@ -11,8 +11,8 @@ from halfstep._autocast import (
     TABLE,
     Decision,
     Kind,
+    RecipeProduct,
     Rule,
-    Site,
 )
 from halfstep._explain.entries import name_of
 from halfstep._explain.places import PlanPlace
@@ -134,7 +134,7 @@ def _argument(place: PlanPlace, operand: Operand | None) -> str:
 # Contractions in 8 or 4 bits.
 
 
-def multiplies(site: Site) -> bool:
+def multiplies(site: RecipeProduct) -> bool:
     """Whether the elements themselves are multiplied, and not what they stand for in 16 bits."""
     factors = site.recipe.forward
     if site.contraction is jax.lax.dot_general_p:
@@ -142,7 +142,7 @@ def multiplies(site: Site) -> bool:
     return all(factor.per == "tensor" for factor in factors)
 
 
-def _written_as(site: Site, compute: str) -> str:
+def _written_as(site: RecipeProduct, compute: str) -> str:
     """How a product is written on its legs: `f8: e4m3, gradients e5m2, per tensor`."""
     recipe = site.recipe
     parts = [_elements(recipe.forward)]

@@ -12,8 +12,8 @@ from halfstep._autocast import (
     Island,
     Kind,
     Plan,
+    RecipeProduct,
     Rule,
-    Site,
     held_dtype,
     schedule,
 )
@@ -127,7 +127,7 @@ def made(plan: Plan, index: int, kind: Kind, aval: object) -> np.dtype | None:
     return FLOAT32 if wide else decision.dtype
 
 
-def _factor_dtypes(site: Site) -> tuple[np.dtype, np.dtype]:
+def _factor_dtypes(site: RecipeProduct) -> tuple[np.dtype, np.dtype]:
     """The formats of both factors of the forward product, in their order."""
     activation, weight = (factor.dtype for factor in site.recipe.forward)
     return (activation, weight) if site.weight == 1 else (weight, activation)

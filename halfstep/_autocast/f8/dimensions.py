@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.lax import DotDimensionNumbers
 from jax.sharding import NamedSharding, PartitionSpec
 
 from halfstep._autocast.f8.linear import explicit_sharding
@@ -24,7 +24,7 @@ class Roles:
         return Roles(self.shared, self.own, self.summed)
 
 
-def of_dot(dimension_numbers: Any, ndims: Sequence[int]) -> tuple[Roles, Roles]:
+def of_dot(dimension_numbers: DotDimensionNumbers, ndims: Sequence[int]) -> tuple[Roles, Roles]:
     """The roles of a `dot_general`'s factors."""
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     made = []
@@ -53,13 +53,13 @@ def of_result(left: Roles, right: Roles, summed: int) -> Roles:
 
 
 def dot(
-    first: Any,
-    second: Any,
+    first: jax.Array,
+    second: jax.Array,
     of_first: Roles,
     of_second: Roles,
     dtype: np.dtype,
     sharding: NamedSharding | None = None,
-) -> Any:
+) -> jax.Array:
     """A product: shared dimensions, then the first factor's own, then the second one's.
 
     Args:
@@ -89,7 +89,7 @@ def dot(
     return _transposed(made, order)
 
 
-def divided(like: Any, axes: Sequence[int]) -> NamedSharding | None:
+def divided(like: jax.ShapeDtypeStruct, axes: Sequence[int]) -> NamedSharding | None:
     """The explicit sharding of a value, with its dimensions in another order."""
     sharding = explicit_sharding(like)
     if sharding is None:
@@ -102,16 +102,16 @@ def _ranks(axes: Sequence[int]) -> list[int]:
     return [sorted(axes).index(axis) for axis in axes]
 
 
-def as_laid_out(value: Any, axes: Sequence[int]) -> Any:
+def as_laid_out(value: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Move dimensions to where they belong: `axes[i]` is where the one at `i` goes."""
     return _transposed(value, sorted(range(len(axes)), key=lambda place: axes[place]))
 
 
-def _transposed(value: Any, order: Sequence[int]) -> Any:
+def _transposed(value: jax.Array, order: Sequence[int]) -> jax.Array:
     return value if list(order) == list(range(value.ndim)) else jax.lax.transpose(value, order)
 
 
-def beside(scale: Any, roles: Roles, before: int, after: int) -> Any:
+def beside(scale: jax.Array, roles: Roles, before: int, after: int) -> jax.Array:
     """A factor's scales, of its shape with 1 for what is summed, in the shape of the product.
 
     Args:
@@ -126,7 +126,7 @@ def beside(scale: Any, roles: Roles, before: int, after: int) -> Any:
     return kept.reshape(*shape[:split], *(1,) * before, *shape[split:], *(1,) * after)
 
 
-def as_rows(value: Any, roles: Roles) -> Any:
+def as_rows(value: jax.Array, roles: Roles) -> jax.Array:
     """A factor as `[shared, own, summed]`."""
     moved = jax.lax.transpose(value, (*roles.shared, *roles.own, *roles.summed))
     split = len(roles.shared), len(roles.shared) + len(roles.own)
@@ -138,7 +138,7 @@ def as_rows(value: Any, roles: Roles) -> Any:
     return moved.reshape(sizes)
 
 
-def from_rows(rows: Any, roles: Roles, shape: Sequence[int]) -> Any:
+def from_rows(rows: jax.Array, roles: Roles, shape: Sequence[int]) -> jax.Array:
     """A factor of a shape from its rows."""
     axes = (*roles.shared, *roles.own, *roles.summed)
     return as_laid_out(rows.reshape([shape[axis] for axis in axes]), axes)

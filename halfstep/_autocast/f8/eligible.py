@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from halfstep._autocast.f8.dimensions import of_dot
-from halfstep._autocast.f8.product import Site
+from halfstep._autocast.f8.product import RecipeProduct
 from halfstep._autocast.kinds import Kind
 from halfstep._policy import Recipe
 from halfstep._program import Graph, Node
@@ -18,22 +18,33 @@ TWO_PARAMETERS = "a product of two parameters"
 
 
 def site_of(
-    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Any, by: str, out: np.dtype
-) -> Site | str:
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    recipe: Recipe,
+    *,
+    by: str,
+    has_state: bool,
+    compute: np.dtype,
+    out: np.dtype,
+    weight_gradient: np.dtype,
+) -> RecipeProduct | str:
     """A contraction in few bits, or why it is none.
 
     Args:
         node: The contraction.
         graph: What it is part of.
         kinds: Those of its operands.
-        settings: What the user has asked for.
+        recipe: How products are computed in few bits.
         by: The rule of the user's that is for it.
+        has_state: Whether the recipe's state reaches it.
+        compute: The compute dtype.
         out: The dtype of its result.
+        weight_gradient: The dtype in which the gradient of the weight is made.
     """
-    recipe: Recipe = settings.recipe
     if by:
         return f"the rule {by!r}"
-    if recipe.is_random and not settings.has_state:
+    if recipe.is_random and not has_state:
         return "its random key does not reach into a shard_map, a while loop or a custom derivative"
     weights = [place for place in (0, 1) if kinds[place].is_weight]
     if not weights and not recipe.activations:
@@ -51,16 +62,15 @@ def site_of(
     unfit = [size for size in sizes if size % recipe.multiple_of or not size]
     if unfit:
         return f"{unfit[0]} is no multiple of {recipe.multiple_of}"
-    reduce = settings.reduce or settings.compute
-    gradients = [settings.compute, settings.compute]
-    gradients[weight] = reduce
+    gradients = [compute, compute]
+    gradients[weight] = weight_gradient
     options = {**node.params, "preferred_element_type": None}
-    return Site(
+    return RecipeProduct(
         contraction=node.primitive,
         options=tuple(options.items()),
         recipe=adapted,
         weight=weight,
-        compute=settings.compute,
+        compute=compute,
         out=out,
         gradients=(gradients[0], gradients[1]),
         shapes=(tuple(avals[0].shape), tuple(avals[1].shape)),
@@ -68,7 +78,7 @@ def site_of(
     )
 
 
-def _adapted(node: Node, recipe: Recipe, avals: Sequence[Any]) -> Recipe | str:
+def _adapted(node: Node, recipe: Recipe, avals: Sequence[ShapedArray]) -> Recipe | str:
     """A recipe for a kind of contraction."""
     if node.primitive is jax.lax.dot_general_p:
         return recipe
@@ -90,7 +100,7 @@ def _adapted(node: Node, recipe: Recipe, avals: Sequence[Any]) -> Recipe | str:
     return f"no recipe knows `{node.name}` of these shapes"
 
 
-def _sizes(node: Node, avals: Sequence[Any], weight: int) -> tuple[int, ...] | str:
+def _sizes(node: Node, avals: Sequence[ShapedArray], weight: int) -> tuple[int, ...] | str:
     """Of what is summed, and of the weight's own."""
     shape = avals[weight].shape
     if node.name == "conv_general_dilated":

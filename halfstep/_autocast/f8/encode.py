@@ -23,13 +23,13 @@ Written = Scaled | Blocks | jax.Array
 
 
 def written(
-    value: Any,
+    value: jax.Array,
     factor: Factor | None,
     roles: Roles,
     *,
-    scale: Any = None,
-    key: Any = None,
-    turn: Any = None,
+    scale: jax.Array | None = None,
+    key: jax.Array | None = None,
+    turn: jax.Array | None = None,
     compute: np.dtype,
 ) -> Written:
     """Write a factor for a leg.
@@ -48,7 +48,7 @@ def written(
     if not factor.is_blocked:
         return write(value, factor, summed=roles.summed, scale=scale, key=key)
     rows = as_rows(value, roles)
-    if factor.rotate:
+    if factor.rotate and turn is not None:
         rows = rotated(rows, factor.size, key=turn)
     return write_blocks(rows, factor, key=key)
 
@@ -60,7 +60,7 @@ def read(
     shape: Sequence[int],
     compute: np.dtype,
     *,
-    turn: Any = None,
+    turn: jax.Array | None = None,
 ) -> Any:
     """What is written, in the compute dtype and the factor's own shape.
 
@@ -96,7 +96,7 @@ def is_exact(factor: Factor) -> bool:
     return factor.rounding == "nearest" and not factor.rotate
 
 
-def observed(value: Any, array: Written, factor: Factor | None, roles: Roles) -> Any:
+def observed(value: jax.Array, array: Written, factor: Factor | None, roles: Roles) -> jax.Array:
     """The largest magnitude, and which parts were saturated and flushed to zero: `[3]`."""
     size = jnp.abs(value)
     amax = jnp.max(size).astype(jnp.float32)

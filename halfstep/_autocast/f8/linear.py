@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+_R = TypeVar("_R", contravariant=True)
+Mapped = tuple[tuple[int | None, ...], ...]
+"""For each `vmap` around a linear function, the first one first: the axis of each residual."""
+
 
 @runtime_checkable
-class Linear(Protocol):
+class Linear(Protocol[_R]):
     """A function of residuals that is linear in what else it takes. It is compared by value."""
 
-    def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
-        """The result, an array."""
+    def push(self, residuals: _R, linears: Sequence[jax.Array]) -> jax.Array:
+        """The result."""
         ...
 
-    def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
+    def pull(
+        self, residuals: _R, cotangent: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]
+    ) -> Sequence[jax.Array]:
         """The cotangents of what it is linear in, whose shapes and dtypes are given."""
         ...
 
 
-def linear(function: Linear, residuals: Any, linears: Sequence[Any]) -> Any:
+def linear(function: Linear[_R], residuals: _R, linears: Sequence[Any]) -> jax.Array:
     """Call a linear function.
 
     Args:
@@ -41,13 +47,13 @@ def linear(function: Linear, residuals: Any, linears: Sequence[Any]) -> Any:
 
 
 def product_with(
-    contraction: Any,
+    contraction: Primitive,
     options: Mapping[str, Any],
     place: int,
-    value: Any,
-    other: Any,
+    value: jax.Array,
+    other: jax.Array,
     rest: Sequence[Any],
-) -> Any:
+) -> jax.Array:
     """A contraction with a value in the place of one factor.
 
     Args:
@@ -63,14 +69,14 @@ def product_with(
 
 
 def gradient_by(
-    contraction: Any,
+    contraction: Primitive,
     options: Mapping[str, Any],
     place: int,
-    cotangent: Any,
-    other: Any,
+    cotangent: jax.Array,
+    other: jax.Array,
     rest: Sequence[Any],
-    like: Any,
-) -> Any:
+    like: jax.ShapeDtypeStruct,
+) -> jax.Array:
     """The gradient of one factor, by the contraction's own transpose.
 
     Args:
@@ -95,7 +101,7 @@ _linear = Primitive("halfstep_linear")
 
 
 @jax.custom_jvp
-def _once(value: Any) -> Any:
+def _once(value: jax.Array) -> jax.Array:
     """A value that may be kept for a derivative, and not be differentiated itself."""
     return value
 
@@ -113,7 +119,7 @@ def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
 _once.defjvp(_refuse, symbolic_zeros=True)
 
 
-def _apply(*values: Any, function: Linear, tree: Any, mapped: Any) -> Any:
+def _apply(*values: Any, function: Linear[Any], tree: Any, mapped: Mapped) -> jax.Array:
     def push(flat: Sequence[Any], linears: Sequence[Any]) -> Any:
         return function.push(jax.tree_util.tree_unflatten(tree, flat), linears)
 
@@ -123,7 +129,7 @@ def _apply(*values: Any, function: Linear, tree: Any, mapped: Any) -> Any:
     return push(list(values[:count]), list(values[count:]))
 
 
-def explicit_sharding(aval: Any) -> NamedSharding | None:
+def explicit_sharding(aval: object) -> NamedSharding | None:
     """How a value is divided, where that is part of its type: over explicit axes of a mesh."""
     sharding = getattr(aval, "sharding", None)
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
@@ -156,7 +162,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     )
 
 
-def _transpose(cotangent: Any, *values: Any, function: Linear, tree: Any, mapped: Any) -> Any:
+def _transpose(
+    cotangent: jax.Array | ad.Zero,
+    *values: Any,
+    function: Linear[Any],
+    tree: Any,
+    mapped: Mapped,
+) -> list[Any]:
     count = tree.num_leaves
     if isinstance(cotangent, ad.Zero):
         return [None] * len(values)
@@ -170,7 +182,7 @@ def _transpose(cotangent: Any, *values: Any, function: Linear, tree: Any, mapped
         )
     ]
 
-    def pull(flat: Sequence[Any], cotangent: Any) -> Any:
+    def pull(flat: Sequence[Any], cotangent: jax.Array) -> list[jax.Array]:
         return list(function.pull(jax.tree_util.tree_unflatten(tree, flat), cotangent, likes))
 
     for axes in mapped:
@@ -182,7 +194,7 @@ def _transpose(cotangent: Any, *values: Any, function: Linear, tree: Any, mapped
     ]
 
 
-def _within(aval: Any, mapped: int) -> NamedSharding | None:
+def _within(aval: object, mapped: int) -> NamedSharding | None:
     """The explicit sharding of a value without its leading dimensions."""
     sharding = explicit_sharding(aval)
     if sharding is None:

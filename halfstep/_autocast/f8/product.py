@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
 
 from halfstep._autocast.f8.dimensions import (
     Roles,
@@ -49,10 +50,13 @@ class Slot(NamedTuple):
             the gradient the largest magnitude, and which parts were saturated and flushed to zero.
     """
 
-    scales: Any
-    key: Any
-    probe: Any
+    scales: jax.Array | None
+    key: jax.Array | None
+    probe: jax.Array
 
+
+_Fixed = tuple[jax.Array | None, jax.Array | None]
+"""The scales and the key of a slot, which have no gradient."""
 
 Slots = Mapping[int, Any]
 """By the number of an operation: its slot, or those of what is inside of it."""
@@ -68,10 +72,10 @@ OFF = Off()
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class RecipeProduct:
     """A product that is computed in few bits, and all that is known of it before it runs."""
 
-    contraction: Any
+    contraction: Primitive
     options: tuple[tuple[str, Any], ...]
     """What the primitive is bound with."""
     recipe: Recipe
@@ -85,7 +89,7 @@ class Site:
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     out_shape: tuple[int, ...]
 
-    def __call__(self, operands: Sequence[Any], slot: Slot | None) -> Any:
+    def __call__(self, operands: Sequence[Any], slot: Slot | None) -> jax.Array:
         """Multiply.
 
         Args:
@@ -102,7 +106,13 @@ class Site:
         fixed = None if slot is None else (slot.scales, slot.key)
 
         @jax.custom_jvp
-        def func(left: Any, right: Any, probe: Any, rest: Any, fixed: Any) -> Any:
+        def func(
+            left: jax.Array,
+            right: jax.Array,
+            probe: jax.Array | None,
+            rest: tuple[Any, ...],
+            fixed: _Fixed | None,
+        ) -> jax.Array:
             return self.forward([left, right, *rest], _slot(fixed, probe))[0]
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -118,7 +128,7 @@ class Site:
                 return made, jnp.zeros_like(made)
             # What one factor's gradient needs of the other.
             needed = tuple(kept[place] if 1 - place in moving else None for place in (0, 1))
-            residuals = (needed, rest, slot, seen)
+            residuals = _Residuals(needed, rest, slot, seen)
             linears = [tangents[place] for place in moving]
             return made, linear(_Derivative(self, moving), residuals, linears)
 
@@ -202,10 +212,18 @@ class Site:
         return (self._scaled(made, factors, self.roles) if direct else made).astype(self.out)
 
     def _entering(
-        self, array: Any, factor: Factor | None, roles: Roles, shape: Sequence[int], *, direct: bool
-    ) -> Any:
+        self,
+        array: Written,
+        factor: Factor | None,
+        roles: Roles,
+        shape: Sequence[int],
+        *,
+        direct: bool,
+    ) -> jax.Array:
         """A factor as it enters a product: its elements, or what they stand for."""
-        return array.elements if direct else read(array, factor, roles, shape, self.compute)
+        if direct and isinstance(array, Scaled):
+            return array.elements
+        return read(array, factor, roles, shape, self.compute)
 
     def _is_direct(self, factors: Sequence[Any]) -> bool:
         """Whether the elements can be multiplied, and the result be scaled."""
@@ -213,7 +231,7 @@ class Site:
             return False
         return self._is_dot or all(factor.scale.size == 1 for factor in factors)
 
-    def _scaled(self, made: Any, factors: Sequence[Any], roles: Sequence[Roles]) -> Any:
+    def _scaled(self, made: jax.Array, factors: Sequence[Any], roles: Sequence[Roles]) -> jax.Array:
         """A product of elements times the scales of both factors."""
         scales = [factor.scale for factor in factors]
         if all(scale.size == 1 for scale in scales):
@@ -229,7 +247,7 @@ class Site:
         self,
         place: int,
         other: Written,
-        cotangent: Any,
+        cotangent: jax.Array,
         rest: Sequence[Any],
         slot: Slot | None,
         like: jax.ShapeDtypeStruct,
@@ -294,11 +312,11 @@ def _accumulator(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype == np.dtype(np.float16) else dtype
 
 
-def _scale(slot: Slot | None, which: int) -> Any:
+def _scale(slot: Slot | None, which: int) -> jax.Array | None:
     return None if slot is None or slot.scales is None else slot.scales[which]
 
 
-def _key(slot: Slot | None, which: int) -> Any:
+def _key(slot: Slot | None, which: int) -> jax.Array | None:
     if slot is None or slot.key is None:
         return None
     return jax.random.fold_in(jax.random.wrap_key_data(slot.key), which)
@@ -307,15 +325,25 @@ def _key(slot: Slot | None, which: int) -> Any:
 # The derivative.
 
 
+class _Residuals(NamedTuple):
+    """All that the derivative takes beside what moves."""
+
+    kept: tuple[Any, ...]
+    """Each factor as the other one's gradient takes it; `None` if nobody asks for that."""
+    rest: tuple[Any, ...]
+    slot: Slot | None
+    seen: list[jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
     """The derivative of a site, as a linear function of what moves."""
 
-    site: Site
+    site: RecipeProduct
     moving: tuple[int, ...]
     """Of the factors, and 2 for the probe."""
 
-    def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
+    def push(self, residuals: _Residuals, linears: Sequence[jax.Array]) -> jax.Array:
         """The tangent of the result, in the compute dtype, by factors as they were written."""
         (kept, rest, slot, _), site = residuals, self.site
         options = {**dict(site.options), "preferred_element_type": site.out}
@@ -337,7 +365,9 @@ class _Derivative:
             terms.append(product_with(site.contraction, options, place, given, against, rest))
         return functools.reduce(jnp.add, terms) if terms else jnp.zeros(site.out_shape, site.out)
 
-    def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
+    def pull(
+        self, residuals: _Residuals, cotangent: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]
+    ) -> Sequence[jax.Array]:
         """The gradients of what moves."""
         (kept, rest, slot, seen), site = residuals, self.site
         made: dict[int, Any] = {}
@@ -356,5 +386,5 @@ class _Derivative:
         ]
 
 
-def _slot(fixed: Any, probe: Any) -> Slot | None:
-    return None if fixed is None else Slot(fixed[0], fixed[1], probe)
+def _slot(fixed: _Fixed | None, probe: jax.Array | None) -> Slot | None:
+    return None if fixed is None or probe is None else Slot(fixed[0], fixed[1], probe)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
 from jax.lax import bitcast_convert_type
 
 from halfstep._autocast.f8.linear import gradient_by, linear, product_with
@@ -31,11 +32,15 @@ _INFINITIES = MappingProxyType({"e4m3": (0x7F, 0xFF), "e5m2": (0x7C, 0xFC)})
 class Kept(NamedTuple):
     """An array in 8 bits, with a scale for each row."""
 
-    elements: Any
-    scale: Any
+    elements: jax.Array
+    scale: jax.Array
 
 
-def keep(value: Any, factor: Factor) -> Any:
+Residuals = tuple[list[Any], Sequence[Any]]
+"""Both factors as they are kept, `None` for one that no gradient needs; and the other operands."""
+
+
+def keep(value: jax.Array, factor: Factor) -> jax.Array | Kept:
     """An array as it is kept: in 8 bits if it is large and of 16."""
     row = value.shape[-1] if value.ndim >= 2 else 0
     # A row without a number, of `jax.export`, may be a short one.
@@ -53,7 +58,7 @@ def keep(value: Any, factor: Factor) -> Any:
     return Kept(bitcast_convert_type(bits, factor.dtype), inverse(scale).astype(jnp.bfloat16))
 
 
-def restore(value: Any, dtype: np.dtype) -> Any:
+def restore(value: jax.Array | Kept, dtype: np.dtype) -> jax.Array:
     """The array that was kept."""
     if not isinstance(value, Kept):
         return value
@@ -69,7 +74,7 @@ def restore(value: Any, dtype: np.dtype) -> Any:
 class Derivative:
     """The derivative of a contraction, by factors that are kept in 8 bits."""
 
-    primitive: Any
+    primitive: Primitive
     options: tuple[tuple[str, Any], ...]
     """What the primitive is bound with."""
     compute: np.dtype
@@ -79,8 +84,8 @@ class Derivative:
     """Which of the factors it is linear in."""
 
     def __call__(
-        self, primals: Sequence[Any], tangents: Sequence[Any], result: Any, factor: Factor
-    ) -> tuple[Any, Any]:
+        self, primals: Sequence[Any], tangents: Sequence[Any], result: jax.Array, factor: Factor
+    ) -> tuple[jax.Array, jax.Array]:
         """The result and its tangent; what moves not at all is `SymbolicZero`."""
         moving = tuple(i for i in (0, 1) if not isinstance(tangents[i], SymbolicZero))
         if not moving:
@@ -95,7 +100,7 @@ class Derivative:
         function = dataclasses.replace(self, moving=moving)
         return result, linear(function, (kept, primals[2:]), [tangents[i] for i in moving])
 
-    def push(self, residuals: Any, linears: Sequence[Any]) -> Any:
+    def push(self, residuals: Residuals, linears: Sequence[jax.Array]) -> jax.Array:
         """The tangent of the result."""
         kept, rest = residuals
         terms = [
@@ -111,7 +116,9 @@ class Derivative:
         ]
         return functools.reduce(jnp.add, terms)
 
-    def pull(self, residuals: Any, cotangent: Any, likes: Sequence[Any]) -> Sequence[Any]:
+    def pull(
+        self, residuals: Residuals, cotangent: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]
+    ) -> Sequence[jax.Array]:
         """The gradients of the factors."""
         kept, rest = residuals
         # XLA would else restore a factor where it is made, and keep it in 16 bits from there on.

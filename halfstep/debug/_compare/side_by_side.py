@@ -13,8 +13,8 @@ from halfstep._autocast import (
     Decision,
     Environment,
     Kind,
-    Place,
     Plan,
+    Surroundings,
     bind,
     held,
     hold,
@@ -88,7 +88,7 @@ def run_both(
         slots: What a recipe's state has for its products.
     """
     graph, sites = plan.graph, layout.rows[body]
-    env = Environment(plan, Place.WHOLE, slots=slots)
+    env = Environment(plan, Surroundings.WHOLE, slots=slots)
     values: dict[int, Any] = dict(zip(graph.inputs, wide, strict=True))
     values.update(graph.constants)
     for number, value in (*zip(graph.inputs, low, strict=True), *graph.constants):
