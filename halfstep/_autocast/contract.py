@@ -139,6 +139,9 @@ def _transpose(
         return [None] * len(values)
     given = list(values)
     given[1 - position] = _cast(values[1 - position], compute)
+    # JAX multiplies in the transpose with the `preferred_element_type` of the product itself. That
+    # is how the gradient of a weight leaves its product in float32, without a second product and
+    # without a cast of what was rounded already.
     params = {**dict(options), "preferred_element_type": gradient}
     return ad.primitive_transposes[contraction](_cast(cotangent, compute), *given, **params)
 
@@ -149,6 +152,8 @@ def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
         # As the contraction itself; its gradients are then those of any other.
         return jax.vmap(functools.partial(_apply, **params), in_axes=tuple(axes))(*values), 0
     (left, right), (left_axis, right_axis) = values, (_axis(axis) for axis in axes)
+    # Not by `vmap` of `_apply`, which would bind the plain contraction: its derivative has the
+    # dtypes of its operands, and the gradient would no longer come out as asked for.
     options["dimension_numbers"], out_axis = _batched(
         options["dimension_numbers"], left.ndim - (left_axis is not None), left_axis, right_axis
     )

@@ -22,12 +22,13 @@ from halfstep._autocast.plans import Decision, Settings, out_kinds
 from halfstep._program import CustomJvp, CustomVjp, CustomVmap, Node, graph_of
 
 
-def _plan_custom_jvp(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
-) -> Decision:
-    function = node.structured(CustomJvp).function
-    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
-    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan), barrier=inner.has_barrier)
+def _plan_custom(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+    custom = node.structured(CustomJvp, CustomVjp, CustomVmap)
+    inner = plan(graph_of(custom.function, node.scope), kinds, with_own_rules(settings))
+    # An activation such as `jax.nn.relu` is a custom_jvp and may be part of an island. A custom_vjp
+    # may be a kernel, such as flash attention, which is dear to recompute.
+    barrier = inner.has_barrier or not isinstance(custom, CustomJvp)
+    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan), barrier=barrier)
 
 
 def _run_custom_jvp(call: Call) -> list[Any]:
@@ -66,6 +67,9 @@ def _run_custom_jvp(call: Call) -> list[Any]:
             for value, zero in zip(out, out_zeros, strict=True)
         )
 
+    # Always asked for, also where the rule of the user is not told: which tangents are zero is
+    # known only when the derivative is taken, and `rule` then makes the arrays that the user's rule
+    # expects.
     func.defjvp(rule, symbolic_zeros=True)
     return list(func(*call.operands))
 
@@ -90,14 +94,6 @@ def zero_tangent(value: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return np.zeros(value.shape, jax.dtypes.float0)
 
 
-def _plan_custom_vjp(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
-) -> Decision:
-    function = node.structured(CustomVjp).function
-    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
-    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan))
-
-
 def _run_custom_vjp(call: Call) -> list[Any]:
     node, decision, operands, run = call.node, call.decision, call.operands, call.run
     inner, kinds, plan = decision.inner
@@ -109,7 +105,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     def func(*values: Any) -> Any:
         return tuple(run(inner, values, decision.outs))
 
-    @_without_closures()
+    @_without_closures(custom)
     def forward(*primals: Any) -> Any:
         if custom.symbolic_zeros:
             values = [primal.value for primal in primals]
@@ -117,30 +113,24 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         else:
             # The rule is not told, whatever is said here.
             values, flags = primals, [True] * len(primals)
+        # Traced here and not when the plan is made: only now is it known what is differentiated.
         graph = graph_of(custom.forward(flags), node.scope)
         made = plan(graph, kinds[consts:], settings)
         forwarded = custom.forwarded()
         stored = sum(number is None for number in forwarded)
         of_stored = [made.out_kind(operand) for operand in graph.outputs[:stored]]
         results = run(made, values[consts:], [*of_stored, *decision.outs])
-        saved = iter(zip(results[:stored], of_stored, graph.outputs[:stored], strict=True))
-        residuals, types = [], []
-        for number in forwarded:
-            if number is None:
-                value, kind, operand = next(saved)
-                residuals.append(value)
-                types.append((kind, graph.aval(operand)))
-            else:
-                residuals.append(values[number])
-                types.append((kinds[number], avals[number]))
+        made_here = zip(results, of_stored, map(graph.aval, graph.outputs), strict=False)
+        handed_on = list(zip(values, kinds, avals, strict=True))
+        kept = [next(made_here) if n is None else handed_on[n] for n in forwarded]
         # What they are is known when the function is traced, and the same each time.
-        shapes[:] = types
-        return tuple(results[stored:]), tuple(residuals)
+        shapes[:] = [(kind, aval) for _, kind, aval in kept]
+        return tuple(results[stored:]), tuple(value for value, *_ in kept)
 
     shapes: list[tuple[Kind, Any]] = []
     outs = [inner.graph.aval(operand) for operand in inner.graph.outputs]
 
-    @_without_closures()
+    @_without_closures(custom)
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         values = [*residuals, *cotangents]
         of_given = [*(kind for kind, _ in shapes), *decision.outs]
@@ -168,6 +158,8 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         graph = graph_of(program, node.scope)
         made = plan(graph, [of_given[place] for place in arrays], settings)
         given = [values[place] for place in arrays]
+        # All of them wide: an operand may be a float32 parameter. `_gradients` casts to the dtype
+        # of each operand.
         results = run(made, given, [Kind.WIDE] * len(graph.outputs))
         return _gradients(results, avals, operands)
 
@@ -194,7 +186,7 @@ def _gradients(
 
 
 @contextlib.contextmanager
-def _without_closures() -> Generator[None]:
+def _without_closures(custom: CustomVjp) -> Generator[None]:
     """Say what to do about a rule that uses a value of the function around it.
 
     JAX traces the rules when the gradient is made. What they close over was a value of the trace
@@ -203,10 +195,12 @@ def _without_closures() -> Generator[None]:
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
+        name = getattr(custom.function.jaxpr.debug_info, "func_name", "?")
         raise ValueError(
-            "a rule of a custom_vjp function uses a value of the function that autocast rewrites, "
-            "and not as an argument: it is gone when the gradient is made (`jax.grad` of `jax.jit` "
-            "refuses this, too). Give it to the custom_vjp function as an argument."
+            f"a rule of the custom_vjp function {name!r} uses a value of the function that "
+            "autocast rewrites, and not as an argument: it is gone when the gradient is made "
+            "(`jax.grad` of `jax.jit` refuses this, too). Give it to the custom_vjp function as an "
+            "argument."
         ) from error
 
 
@@ -225,14 +219,6 @@ def _dense(value: object) -> object:
     if isinstance(value, jax.Array | np.ndarray) or aval is None:
         return value
     return jnp.zeros(aval.shape, aval.dtype)
-
-
-def _plan_custom_vmap(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
-) -> Decision:
-    function = node.structured(CustomVmap).function
-    inner = plan(graph_of(function, node.scope), kinds, with_own_rules(settings))
-    return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan))
 
 
 def _run_custom_vmap(call: Call) -> list[Any]:
@@ -262,11 +248,7 @@ def _run_custom_vmap(call: Call) -> list[Any]:
 
 
 PLANNERS = MappingProxyType(
-    {
-        **dict.fromkeys(CustomJvp.names, _plan_custom_jvp),
-        **dict.fromkeys(CustomVjp.names, _plan_custom_vjp),
-        **dict.fromkeys(CustomVmap.names, _plan_custom_vmap),
-    }
+    dict.fromkeys((*CustomJvp.names, *CustomVjp.names, *CustomVmap.names), _plan_custom)
 )
 RUNNERS = MappingProxyType(
     {

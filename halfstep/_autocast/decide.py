@@ -25,6 +25,8 @@ _PLANNERS = MappingProxyType({**nested.PLANNERS, **custom_rules.PLANNERS})
 # Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not
 # vanish in an island.
 _NEVER_AGAIN = COLLECTIVES | DEAR | {"name"}
+# `keep_precision` leaves a named scope in the program; the scope acts as a rule that comes before
+# those of the policy.
 _KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
 
 
@@ -97,6 +99,7 @@ def _contraction(
     lowers = any(ours) and all(one or other for one, other in zip(ours, low, strict=True))
     if rule in (Rule.WIDEST, Rule.FOLLOW):
         rule = Rule.COMPUTE if _met(kinds) is Kind.LOW else Rule.FLOAT32
+    # Somebody who writes `precision=` at a product has chosen already.
     asks = _asks_for_precision(node) or Kind.KEPT in kinds[:2]
     if rule in (Rule.FLOAT32, Rule.AS_TRACED) or not lowers or asks:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
@@ -199,6 +202,8 @@ def _by_function(
         aval = graph.aval(operand)
         dtype = held_dtype(aval, kind, compute) or aval.dtype
         operands.append(jax.ShapeDtypeStruct(aval.shape, dtype))
+    # The function is called on shapes: what it returns for them says which kinds come out, and
+    # nothing is computed while a plan is made.
     outs = jax.eval_shape(
         lambda *values: bind_by(function, node, graph, compute, values), *operands
     )
@@ -226,8 +231,13 @@ def bind_by(
 
 
 def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
+    # `x / 8` rounds once, as a multiplication does. The scale of attention so belongs to the
+    # product before it: in float32 it would begin the island of the softmax one operation early,
+    # and more would be stored.
     if node.name == "div" and is_scalar_literal(node.ins[1]):
         return Rule.WIDEST
+    # `x * x` is a square, however it is written: float16 overflows from 256 on, and sums of squares
+    # (norms, variances) are where precision is lost.
     if node.name == "mul" and node.ins[0] == node.ins[1] and isinstance(node.ins[0], int):
         return Rule.FLOAT32
     if node.name == "sub" and any(_is_spread(node, graph, operand) for operand in node.ins):

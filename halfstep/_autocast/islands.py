@@ -1,11 +1,11 @@
-"""Islands: float32 between contractions, stored in the compute dtype and computed again.
+"""Islands: float32 between contractions, stored in the compute dtype and recomputed.
 
 Softmax, norms and losses run in float32. What the backward pass needs of them would be stored in
 float32 as well, which is what makes autocasting take more memory than casting everything. So
 adjacent float32 operations are gathered into islands, whose inputs and outputs are held in the
-compute dtype, and whose inside is computed again in the backward pass. Contractions are never
-inside of an island; neither is anything with an effect, a loop, or a call. Effects run in the order
-in which they are written: each counts as an operand of the next.
+compute dtype, and whose inside is recomputed in the backward pass. Contractions are never inside an
+island; neither is anything with an effect, a loop, or a call. Effects run in the order in which
+they are written: each counts as an operand of the next.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from halfstep._program import Constant, size
 
 @dataclasses.dataclass(frozen=True)
 class Island:
-    """Operations that are computed again, together."""
+    """Operations that are recomputed together."""
 
     nodes: tuple[int, ...]
     reads: tuple[tuple[int, np.dtype | None], ...]
@@ -47,6 +47,8 @@ def schedule(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Island]:
         return list(range(len(plan.graph.nodes)))
     begun = [_begun(plan, group) for group in groups]
     groups = [tuple(sorted({*group, *own})) for group, (own, _) in zip(groups, begun, strict=True)]
+    # After the last contraction nothing lies between the forward and the backward pass of an
+    # island, so there it needs no barrier (see `recompute`).
     later = _before_calls(plan)
     islands = [
         _island(plan, group, out_kinds, copied, later)
@@ -292,6 +294,8 @@ def _island(
                     graph.avals[operand], plan.seen(operand, level), compute
                 )
     outputs: dict[tuple[int, np.dtype | None], None] = {}
+    # A value that one reader wants low and another one wide goes out twice. Both are cast inside
+    # the island, so that the cotangent of the narrow one comes back narrow.
     for number in sorted(made):
         for index in sorted(graph.users[number] - chosen):
             outputs[number, _taken(plan, number, index)] = None

@@ -14,10 +14,11 @@ class Kind(enum.IntEnum):
     """How a value takes part in the choice of precision, from yielding to demanding.
 
     `LOW` and `STORED` values are held in the compute dtype, all others as traced (float32).
-    `OTHER` values (integers, 16-bit floats of the user's, complex numbers, keys) are no business of
-    ours.
+    `OTHER` values (integers, the user's own 16-bit floats, complex numbers, keys) stay as they are.
     """
 
+    # The order is part of the meaning: what is made of several values is of the largest kind among
+    # them (`join` is `max`), so a kind that demands more has a larger number.
     OTHER = 0
     SOFT = 1
     """A constant, or what is made of parameters: goes along with whatever it meets."""

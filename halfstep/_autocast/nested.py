@@ -29,7 +29,7 @@ from halfstep._program import (
 )
 
 Planner = Callable[..., Plan]
-"""Plans the functions inside of an operation."""
+"""Plans the functions inside an operation."""
 Runner = Callable[..., list[Any]]
 """Runs them."""
 
@@ -52,17 +52,22 @@ def inner_decision(outs: Sequence[Kind], inner: object, *, barrier: bool = True)
 
 
 def without_islands(settings: Settings) -> Settings:
-    """For the inside of what is computed again anyway."""
+    """For the inside of what is recomputed anyway."""
     return dataclasses.replace(settings, islands=False)
 
 
 def with_own_rules(settings: Settings) -> Settings:
     """For functions with their own derivatives or mapping, which gradients leave by rules only."""
+    # JAX never differentiates the inside of a custom derivative, and its rules say what is kept for
+    # the backward pass: islands would have nothing to save.
     return without_state(without_islands(settings))
 
 
 def without_state(settings: Settings) -> Settings:
     """For the inside of what a recipe's state does not reach."""
+    # State has an axis for the iterations of each loop around a product, and what a product has
+    # seen comes back as the gradient of its state. A `while` has no number of iterations and no
+    # reverse derivative; in a `shard_map` the state would need specs that the user has not given.
     return dataclasses.replace(settings, has_state=False)
 
 
@@ -73,9 +78,9 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     loop = node.structured(Scan)
     inner = graph_of(loop.body, node.scope)
     first, carries = loop.consts, loop.carries
-    # A carry has one dtype in all turns, and which one depends on what the body makes of it, which
-    # depends on the dtype it comes in with. So the body is planned until carries leave it as they
-    # entered it. `carried` only ever widens a kind, and there are few: this ends after as many
+    # A carry has one dtype in all iterations, and which one depends on what the body makes of it,
+    # which depends on the dtype it comes in with. So the body is planned until carries leave it as
+    # they entered it. `carried` only ever widens a kind, and there are few: this ends after as many
     # rounds as a carry has kinds to pass through, most often two.
     current = list(kinds)
     for position in _accumulators(inner, first, carries):
@@ -93,8 +98,8 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 
 def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
-    """Carries to which every turn adds and that it does not use otherwise: sums over the turns."""
-    # A sum of many turns in 16 bits stalls: once it is 256 times what is added, bfloat16 rounds
+    """Carries to which every iteration only adds: sums over the iterations."""
+    # A sum of many terms in 16 bits stalls: once it is 256 times what is added, bfloat16 rounds
     # every addition away. These are float32, whatever is added to them.
     found = []
     for number in range(carries):
@@ -176,6 +181,7 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
         plan(graph_of(branch, node.scope), kinds[1:], settings)
         for branch in node.structured(Cond).branches
     ]
+    # Which branch runs is known only on the device, and all of them return the same dtypes.
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
     return inner_decision(outs, tuple(branches))
 
@@ -196,7 +202,8 @@ def _run_cond(call: Call) -> list[Any]:
 
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    # Inside of what the user recomputes there is nothing to store.
+    # Inside what the user recomputes nothing is stored, so islands would save nothing and be
+    # recomputed twice.
     function = node.structured(Remat).function
     inner = plan(graph_of(function, node.scope), kinds, without_islands(settings))
     return inner_decision(out_kinds(inner), inner)

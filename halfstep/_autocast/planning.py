@@ -53,6 +53,8 @@ def plan(
     limited = settings.compute == np.dtype(np.float16)
     for node in graph.nodes:
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
+        # The level of an operation is the number of barriers on the longest way to it. An island
+        # never reaches over a barrier, so it is made of operations of one level.
         level = max((state.after[value] for value in values), default=0)
         if node.effects:
             level = max(level, after_effects)
@@ -69,6 +71,8 @@ def plan(
         is_new = decision.barrier and node.name not in COLLECTIVES
         from_low = any(state.from_low[value] for value in values) or is_new
         largest = _bound(node, graph, kinds, state.bounds) if limited else 0.0
+        # `width` is the size of the largest value since the last barrier that a value is made of. A
+        # value of less than half of it has been reduced.
         same_level = [value for value in values if state.after[value] == level]
         width = max((state.width[value] for value in same_level), default=0)
         handed = max((size(graph.avals[value]) for value in same_level), default=0)

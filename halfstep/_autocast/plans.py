@@ -51,7 +51,7 @@ class Decision:
     """Whether it ends an island: it is dear to recompute, or must not be done twice."""
     known: bool = True
     inner: Any = None
-    """What is planned for the functions inside of it."""
+    """What is planned for the functions inside it."""
     by: str = ""
     """The rule of the user's that has decided, if one has."""
     function: PrecisionFunction | None = None
@@ -155,6 +155,8 @@ def seen_kind(state: Plan | Draft, operand: Operand, level: int) -> Kind:
         return constant_kind(operand.value, compute)
     kind = state.kinds[operand]
     made_by = state.graph.maker(operand)
+    # A wide value is wide for its neighbors, between the same two barriers. Who reads it later, or
+    # outside, reads what was stored of it.
     crossed = made_by is not None and (level < 0 or state.levels[made_by] < level)
     return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
 
@@ -172,7 +174,7 @@ def out_kinds(plan: Plan) -> list[Kind]:
 
 
 def decided(plan: Plan) -> Iterator[tuple[Plan, int]]:
-    """All operations of a plan and of the plans inside of it, each with the plan that it is of."""
+    """All operations of a plan and of the plans inside it, each with the plan that it is of."""
     for index, decision in enumerate(plan.decisions):
         yield plan, index
         for inner in inner_plans(decision.inner):
@@ -192,7 +194,7 @@ def inner_plans(inner: object) -> Iterator[Plan]:
 
 
 class Named(NamedTuple):
-    """A product of a plan, or as many as its loops have turns."""
+    """A product of a plan, or as many as its loops have iterations."""
 
     name: str
     site: RecipeProduct

@@ -25,6 +25,9 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+# By name and not by primitive: sparse matrices, cuDNN and Pallas need not be imported for it, and a
+# name that only some of the supported versions of JAX have does no harm. Names that begin with
+# `halfstep_` are our own primitives: a function may be rewritten that has been rewritten before.
 _SPARSE = _names(
     "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general "
     "coo_matvec coo_matmat coo_spmv coo_spmm csr_matvec csr_matmat csr_spmv csr_spmm "
@@ -175,6 +178,8 @@ CONTRACTIONS = frozenset(name for name, rule in TABLE.items() if rule is Rule.CO
 GROUPS = tuple((rule, why, names) for rule, why, names in _ROWS)
 """The same, as it is shown in the documentation."""
 
+# Fewer than FOLLOW has: `floor` of a rounded number can be another number, and `argmax` and `sort`
+# order numbers differently that rounding has made equal.
 PASSING = frozenset(
     _names(
         "reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev gather "

@@ -1,10 +1,10 @@
 """How an island is recomputed: in a form that XLA neither undoes nor is hindered by.
 
-`jax.checkpoint` alone bars what was stored and what comes back from behind from being merged with
-anything. XLA:GPU needs both bars: without the second one it turns what comes back around in
+`jax.checkpoint` puts a barrier on both the saved inputs and the incoming cotangents, so that XLA
+merges neither with anything. XLA:GPU needs both: without the second one it transposes cotangents in
 float32. XLA:TPU only needs the first: the second one keeps it from fusing contractions with what
-follows. Where forward and backward pass are apart anyway, in the body of a loop, and where nothing
-lies between them, after the last contraction, neither is needed.
+follows. Neither is needed in the body of a loop, where the two passes are apart anyway, and after
+the last contraction, where nothing lies between them.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class Surroundings(enum.Enum):
     WITHIN = "in anything else: the backward pass follows, and something may lie between"
 
     def within(self, name: str) -> "Surroundings":
-        """The place of what is inside of an operation."""
+        """The surroundings of what is inside an operation."""
         if name in (*Scan.names, *While.names):
             return Surroundings.LOOP
-        # Of what the user has computed again, both passes are in the body of one loop.
+        # Of what the user recomputes, both passes are in the body of one loop.
         is_loop = self is Surroundings.LOOP and name not in RECOMPUTED
         return Surroundings.LOOP if is_loop else Surroundings.WITHIN
 
@@ -51,7 +51,7 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 def recomputed(func: Function, *, barred: bool, kept: Factor | None = None) -> Function:
-    """A function whose inside is computed again for its derivatives.
+    """A function whose inside is recomputed for its derivatives.
 
     Args:
         func: A function of arrays, without effects.

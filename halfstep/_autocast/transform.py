@@ -39,7 +39,7 @@ def autocast(
     that they have without it.
 
     What runs in float32 between two contractions is an *island*: what goes in and out is stored in
-    the compute dtype, and the inside is computed again for the gradient. So float32 is never kept
+    the compute dtype, and the inside is recomputed for the gradient. So float32 is never kept
     for the backward pass, and a norm or a softmax in float32 costs no memory.
 
     Args:
@@ -50,7 +50,7 @@ def autocast(
             are used in the compute dtype where they meet activations, and are cast at that place,
             so that their gradients add up in float32. All other arguments (targets, positions) stay
             as they are until they enter a contraction.
-        islands: Whether float32 regions are computed again instead of stored.
+        islands: Whether float32 regions are recomputed instead of stored.
         reduce_dtype: The dtype in which the gradients of parameters come out of contractions, so
             also the one in which they are summed over devices if the batch is sharded under `jit`.
             `None` means float32 where the compute dtype is float16, of which a few finite
@@ -127,6 +127,7 @@ def rewritten(
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # Nothing is narrower than float32: the function runs untraced, exactly as it is.
         if settings.compute.itemsize >= 4:
             return func(*args, **kwargs)
         call = trace(func, settings, args, kwargs, params=params, keep=keep)
@@ -171,6 +172,7 @@ def as_traced(value: ArrayLike, aval: ShapedArray) -> jax.Array:
         value = jax.lax.convert_element_type(value, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
         return value
+    # `jax.lax.convert_element_type` always makes a strongly typed array.
     return jax.lax.convert_element_type_p.bind(
         value, new_dtype=aval.dtype, weak_type=True, sharding=None
     )
@@ -228,22 +230,24 @@ def check_rules(plan: Plan) -> None:
         scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}
     for rule in rules:
         if str(rule) not in used:
-            raise ValueError(_unmatched(rule, names, scopes))
+            found = _candidates(rule, names, scopes)
+            raise ValueError(
+                f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is "
+                f"for all of it. Nearest candidates: {found}. An "
+                "operation is a primitive of JAX: softmax is several, and halfstep.explain lists "
+                "all. A scope is one of jax.named_scope's, '/' separates them, and '**' stands for "
+                "any number. Use one of these, or leave the rule out."
+            )
 
 
-def _unmatched(rule: PrecisionRule, names: set[str], scopes: set[str]) -> str:
+def _candidates(rule: PrecisionRule, names: set[str], scopes: set[str]) -> str:
+    """The operations and scopes of a function that come nearest to what a rule is for."""
     near = []
     if rule.op is not None and rule.op not in names:
         near.append(f"operations: {_nearest(rule.op, names)}")
     if rule.scope is not None:
         near.append(f"scopes: {_nearest(rule.scope, scopes)}")
-    found = "; ".join(near) or f"operations: {_nearest(rule.op or '', names)}"
-    return (
-        f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is for all of "
-        f"it. Nearest candidates: {found}. An operation is a primitive of JAX: softmax is several, "
-        "and halfstep.explain lists all. A scope is one of jax.named_scope's, '/' separates them, "
-        "and '**' stands for any number. Use one of these, or leave the rule out."
-    )
+    return "; ".join(near) or f"operations: {_nearest(rule.op or '', names)}"
 
 
 def _nearest(wanted: str, names: set[str]) -> str:

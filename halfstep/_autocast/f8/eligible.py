@@ -59,11 +59,14 @@ def site_of(
     sizes = _sizes(node, avals, weight)
     if isinstance(sizes, str):
         return sizes
+    # Products of 8 and 4 bits take dimensions in multiples (cuBLASLt in those of 16), and rows are
+    # made of whole blocks.
     unfit = [size for size in sizes if size % recipe.multiple_of or not size]
     if unfit:
         return f"{unfit[0]} is no multiple of {recipe.multiple_of}"
     gradients = [compute, compute]
     gradients[weight] = weight_gradient
+    # Each leg asks for its own dtype.
     options = {**node.params, "preferred_element_type": None}
     return RecipeProduct(
         contraction=node.primitive,

@@ -29,7 +29,7 @@ def written(
     *,
     scale: jax.Array | None = None,
     key: jax.Array | None = None,
-    turn: jax.Array | None = None,
+    rotation: jax.Array | None = None,
     compute: np.dtype,
 ) -> Written:
     """Write a factor for a leg.
@@ -40,7 +40,7 @@ def written(
         roles: Its dimensions on that leg.
         scale: That of the whole tensor, if it is given.
         key: For stochastic rounding.
-        turn: The key with which both factors of the leg are rotated.
+        rotation: The key with which both factors of the leg are rotated.
         compute: The dtype of legs that are not quantized.
     """
     if factor is None:
@@ -48,8 +48,8 @@ def written(
     if not factor.is_blocked:
         return write(value, factor, summed=roles.summed, scale=scale, key=key)
     rows = as_rows(value, roles)
-    if factor.rotate and turn is not None:
-        rows = rotated(rows, factor.size, key=turn)
+    if factor.rotate and rotation is not None:
+        rows = rotated(rows, factor.size, key=rotation)
     return write_blocks(rows, factor, key=key)
 
 
@@ -57,10 +57,10 @@ def read(
     array: Written,
     factor: Factor | None,
     roles: Roles,
-    shape: Sequence[int],
+    shape: Sequence[Any],
     compute: np.dtype,
     *,
-    turn: jax.Array | None = None,
+    rotation: jax.Array | None = None,
 ) -> Any:
     """What is written, in the compute dtype and the factor's own shape.
 
@@ -73,7 +73,7 @@ def read(
         roles: Its dimensions on the leg that it is written for.
         shape: Its shape.
         compute: The dtype.
-        turn: A key with which it was rotated, to be turned back.
+        rotation: A key with which it was rotated, to be turned back.
     """
     if isinstance(array, Scaled):
         return (array.elements.astype(jnp.float32) * array.scale).astype(compute)
@@ -81,8 +81,8 @@ def read(
         return array
     length = int(np.prod([shape[axis] for axis in roles.summed]))
     rows = read_blocks(array, factor, length=length, dtype=compute)
-    if turn is not None and factor.rotate:
-        rows = rotated(rows, factor.size, key=turn, back=True)
+    if rotation is not None and factor.rotate:
+        rows = rotated(rows, factor.size, key=rotation, back=True)
     return from_rows(rows, roles, shape)
 
 
@@ -108,8 +108,10 @@ def observed(value: jax.Array, array: Written, factor: Factor | None, roles: Rol
         saturated = jnp.mean(beyond, dtype=jnp.float32)
         lost = (array.elements == 0) & (size != 0)
     else:
-        read_as = read(array, factor, roles, value.shape, np.dtype(jnp.float32), turn=None)
+        read_as = read(array, factor, roles, value.shape, np.dtype(jnp.float32), rotation=None)
         lost = (read_as == 0) & (size != 0)
+        # An element of rotated rows is a mixture of many: that it is zero says nothing about any of
+        # them.
         if factor.rotate:
             lost = jnp.zeros((), bool)
     return jnp.stack([amax, saturated, jnp.mean(lost, dtype=jnp.float32)])

@@ -13,6 +13,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from halfstep._base import type_of
+
 _R = TypeVar("_R", contravariant=True)
 Mapped = tuple[tuple[int | None, ...], ...]
 """For each `vmap` around a linear function, the first one first: the axis of each residual."""
@@ -42,6 +44,8 @@ def linear(function: Linear[_R], residuals: _R, linears: Sequence[Any]) -> jax.A
         linears: Arrays in which it is.
     """
     flat, tree = jax.tree_util.tree_flatten(residuals)
+    # `_once` refuses second derivatives. They would be silently wrong: what was rounded counts as a
+    # constant here.
     flat = [_once(value) for value in flat]
     return _linear.bind(*flat, *linears, function=function, tree=tree, mapped=())
 
@@ -109,7 +113,8 @@ def _once(value: jax.Array) -> jax.Array:
 def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     if not isinstance(tangents[0], SymbolicZero):
         raise TypeError(
-            "products in 8 bits have no second derivatives: take them with a policy of 16 bits, "
+            "products in 8 bits have no second derivatives, and one with a saved factor of "
+            f"{type_of(primals[0])} is differentiated twice: take them with a policy of 16 bits, "
             "such as policy='bf16', or keep these products out of it with a rule such as "
             "'op:dot_general=compute'."
         )
@@ -214,6 +219,8 @@ def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
         else jnp.broadcast_to(value, (size, *value.shape))
         for value, axis in zip(values[count:], axes[count:], strict=True)
     ]
+    # `push` and `pull` cannot be mapped here: which of the two will run is not known yet. So the
+    # axes are remembered, and `vmap` is applied where the function is called.
     mapped = (*params["mapped"], residual_axes)
     return _linear.bind(*values[:count], *linears, **{**params, "mapped": mapped}), 0
 

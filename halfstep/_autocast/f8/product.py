@@ -59,7 +59,7 @@ _Fixed = tuple[jax.Array | None, jax.Array | None]
 """The scales and the key of a slot, which have no gradient."""
 
 Slots = Mapping[int, Any]
-"""By the number of an operation: its slot, or those of what is inside of it."""
+"""By the number of an operation: its slot, or those of what is inside it."""
 
 
 @jax.tree_util.register_static
@@ -86,8 +86,9 @@ class RecipeProduct:
     """The dtype of the result."""
     gradients: tuple[np.dtype, np.dtype]
     """In which dtype the gradient of each factor is made."""
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    out_shape: tuple[int, ...]
+    # A dimension is a number, or a symbol of `jax.export`.
+    shapes: tuple[tuple[Any, ...], tuple[Any, ...]]
+    out_shape: tuple[Any, ...]
 
     def __call__(self, operands: Sequence[Any], slot: Slot | None) -> jax.Array:
         """Multiply.
@@ -102,6 +103,9 @@ class RecipeProduct:
                 f"the recipe {self.recipe.name!r} is random and needs a key: pass its state, "
                 "scaling=recipe.init(...)."
             )
+        # The probe is an argument of its own because its tangent matters: its "gradient" is how
+        # what was seen in the backward pass gets out of it. There is no other way out of
+        # `jax.grad`.
         probe = None if slot is None else slot.probe
         fixed = None if slot is None else (slot.scales, slot.key)
 
@@ -165,8 +169,10 @@ class RecipeProduct:
             make = functools.partial(
                 written, value, scale=_scale(slot, which), compute=self.compute
             )
-            first = make(factor, roles, key=_key(slot, which), turn=_key(slot, 8))
+            first = make(factor, roles, key=_key(slot, which), rotation=_key(slot, 8))
             stored.append(first)
+            # One array for both legs, if the second one would be equal: a transposed copy with
+            # scales of its own costs as much memory as the first.
             if same_on_both(factor, later):
                 kept.append(first)
             else:
@@ -175,7 +181,7 @@ class RecipeProduct:
                         later,
                         roles.turned(),
                         key=_key(slot, 2 + which),
-                        turn=_key(slot, 6 + which),
+                        rotation=_key(slot, 6 + which),
                     )
                 )
             if slot is not None:
@@ -216,7 +222,7 @@ class RecipeProduct:
         array: Written,
         factor: Factor | None,
         roles: Roles,
-        shape: Sequence[int],
+        shape: Sequence[Any],
         *,
         direct: bool,
     ) -> jax.Array:
@@ -272,7 +278,7 @@ class RecipeProduct:
             roles,
             scale=_scale(slot, 2),
             key=_key(slot, 4 + is_weight),
-            turn=_key(slot, 6 if is_weight else 7),
+            rotation=_key(slot, 6 if is_weight else 7),
             compute=self.compute,
         )
         seen = None if slot is None else observed(cotangent, arrived, factor, roles)
@@ -317,6 +323,11 @@ def _scale(slot: Slot | None, which: int) -> jax.Array | None:
 
 
 def _key(slot: Slot | None, which: int) -> jax.Array | None:
+    # Numbers of the keys: 0 and 1 round the activation and the weight forward, 2 and 3 the same for
+    # the gradient of the other factor, 4 and 5 round the cotangent for the gradients of the
+    # activation and the weight, 6 and 7 rotate the legs of the weight's and of the activation's
+    # gradient, and 8 the forward leg. Both factors of a leg take the same rotation: in their
+    # product it cancels.
     if slot is None or slot.key is None:
         return None
     return jax.random.fold_in(jax.random.wrap_key_data(slot.key), which)
@@ -352,14 +363,14 @@ class _Derivative:
             if place == 2:
                 continue
             roles = site.roles[1 - place].turned()
-            turn = _key(slot, 6 + (1 - place == site.weight))
+            rotation = _key(slot, 6 + (1 - place == site.weight))
             against = read(
                 kept[1 - place],
                 site.later(1 - place),
                 roles,
                 site.shapes[1 - place],
                 site.compute,
-                turn=turn,
+                rotation=rotation,
             )
             given = tangent.astype(site.compute)
             terms.append(product_with(site.contraction, options, place, given, against, rest))
@@ -377,6 +388,8 @@ class _Derivative:
                 made[place], found = site.gradient(
                     place, kept[1 - place], cotangent, rest, slot, like
                 )
+                # Both legs see the same cotangent, quantized for each. The worse of the two is
+                # recorded.
                 of_gradient = found if of_gradient is None else jnp.maximum(of_gradient, found)
         if 2 in self.moving:
             nothing = jnp.zeros((3,), jnp.float32)
