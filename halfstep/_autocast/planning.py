@@ -10,7 +10,7 @@ import numpy as np
 
 from halfstep._autocast.decide import decide
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
-from halfstep._autocast.plans import Draft, Plan, Settings, seen_kind
+from halfstep._autocast.plans import Decision, Draft, Plan, Settings, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
 from halfstep._program import Constant, Graph, Node, is_traced, size
 
@@ -49,8 +49,6 @@ def plan(
     decisions = []
     # Effects keep their order: each comes after the one before it, as if it took its result.
     after_effects = 0
-    # Only float16 has a smaller range than float32.
-    limited = settings.compute == np.dtype(np.float16)
     for node in graph.nodes:
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
         # The level of an operation is the number of barriers on the longest way to it. An island
@@ -67,37 +65,7 @@ def plan(
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
-        # A collective hands on what it is given: an exact loss is as exact when devices average it.
-        is_new = decision.barrier and node.name not in COLLECTIVES
-        from_low = any(state.from_low[value] for value in values) or is_new
-        largest = _bound(node, graph, kinds, state.bounds) if limited else 0.0
-        # `width` is the size of the largest value since the last barrier that a value is made of. A
-        # value of less than half of it has been reduced.
-        same_level = [value for value in values if state.after[value] == level]
-        width = max((state.width[value] for value in same_level), default=0)
-        handed = max((size(graph.avals[value]) for value in same_level), default=0)
-        for number, kind in zip(node.outs, decision.outs, strict=True):
-            state.kinds[number] = kind
-            state.after[number] = level + decision.barrier
-            state.from_low[number] = from_low or kind.is_low
-            state.bounds[number] = largest
-            own = size(graph.avals[number])
-            if is_new:
-                state.width[number] = own
-            elif decision.barrier:
-                # Gathered or scattered over devices, a value is reduced as much as it was before.
-                state.width[number] = own * width // max(handed, 1)
-            else:
-                state.width[number] = max(own, width)
-            # What has been reduced (a mean, a loss) is small, and stays as exact as it is.
-            if (
-                settings.islands
-                and kind is Kind.WIDE
-                and from_low
-                and not is_new
-                and 2 * own >= state.width[number]
-            ):
-                (state.rounded if largest <= LARGEST else state.too_large).add(number)
+        _record(state, node, decision, level, kinds)
     return Plan(
         graph,
         settings,
@@ -109,13 +77,53 @@ def plan(
     )
 
 
+def _record(
+    state: Draft, node: Node, decision: Decision, level: int, kinds: Sequence[Kind]
+) -> None:
+    """Note what an operation makes, and whether readers after the next barrier see it rounded."""
+    graph, settings = state.graph, state.settings
+    values = [operand for operand in node.ins if not isinstance(operand, Constant)]
+    # A collective hands on what it is given: an exact loss is as exact when devices average it.
+    is_new = decision.barrier and node.name not in COLLECTIVES
+    from_low = any(state.from_low[value] for value in values) or is_new
+    # Only float16 has a smaller range than float32.
+    limited = settings.compute == np.dtype(np.float16)
+    largest = _bound(node, graph, kinds, state.bounds) if limited else 0.0
+    # `width` is the size of the largest value since the last barrier that a value is made of. A
+    # value of less than half of it has been reduced.
+    same_level = [value for value in values if state.after[value] == level]
+    width = max((state.width[value] for value in same_level), default=0)
+    handed = max((size(graph.avals[value]) for value in same_level), default=0)
+    for number, kind in zip(node.outs, decision.outs, strict=True):
+        state.kinds[number] = kind
+        state.after[number] = level + decision.barrier
+        state.from_low[number] = from_low or kind.is_low
+        state.bounds[number] = largest
+        own = size(graph.avals[number])
+        if is_new:
+            state.width[number] = own
+        elif decision.barrier:
+            # Gathered or scattered over devices, a value is reduced as much as it was before.
+            state.width[number] = own * width // max(handed, 1)
+        else:
+            state.width[number] = max(own, width)
+        # What has been reduced (a mean, a loss) is small, and stays as exact as it is.
+        if (
+            settings.islands
+            and kind is Kind.WIDE
+            and from_low
+            and not is_new
+            and 2 * own >= state.width[number]
+        ):
+            (state.rounded if largest <= LARGEST else state.too_large).add(number)
+
+
 # How large a value can be at most, as far as the operations say.
 #
 # Float32 values that are read again after the next contraction are held in the compute dtype.
 # Float16 ends at 65,504: a square or a sum may be beyond that, and would be stored as infinity
 # where float32 was finite. So a value that is not known to fit stays float32. Bfloat16 has
 # float32's range.
-
 
 _Rule = Callable[[Sequence[float], Node, Graph], float]
 

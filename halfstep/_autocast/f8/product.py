@@ -103,9 +103,8 @@ class RecipeProduct:
                 f"the recipe {self.recipe.name!r} is random and needs a key: pass its state, "
                 "scaling=recipe.init(...)."
             )
-        # The probe is an argument of its own because its tangent matters: its "gradient" is how
-        # what was seen in the backward pass gets out of it. There is no other way out of
-        # `jax.grad`.
+        # What is seen in the backward pass can leave `jax.grad` only as a gradient: that of the
+        # probe, which therefore is an argument, beside those that have none.
         probe = None if slot is None else slot.probe
         fixed = None if slot is None else (slot.scales, slot.key)
 
