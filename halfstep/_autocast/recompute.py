@@ -2,9 +2,10 @@
 
 `jax.checkpoint` puts a barrier on both the saved inputs and the incoming cotangents, so that XLA
 merges neither with anything. XLA:GPU needs both: without the second one it transposes cotangents in
-float32. XLA:TPU only needs the first: the second one keeps it from fusing contractions with what
-follows. Neither is needed in the body of a loop, where the two passes are apart anyway, and after
-the last contraction, where nothing lies between them.
+float32, and the step of a small ViT on an H100 moves 13.1 GiB instead of 12.3. XLA:TPU only needs
+the first: the second one keeps it from fusing contractions with what follows (14.5 GiB instead of
+14.0 on a v5e). Neither is needed in the body of a loop, where the two passes are apart anyway, and
+after the last contraction, where nothing lies between them.
 """
 
 import dataclasses
