@@ -98,7 +98,7 @@ def reduce_gradients(
 
 
 def agree(flags: Array, axis_names: Sequence[str]) -> Array:
-    """Boolean flags that hold only if they hold on every shard, by a single reduction."""
+    """Return flags that hold only if they hold on every shard, by a single reduction."""
     if not axis_names:
         return flags
     # A minimum of integers, since JAX has no collective `and`.

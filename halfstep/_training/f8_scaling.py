@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SiteState(eqx.Module):
-    """What is known of one product; in a loop, of each of its turns.
+    """The state of one product; in a loop, of each of its iterations.
 
     Attributes:
         history: The largest magnitudes of the last steps, the newest first, of the activation, the
@@ -118,7 +118,7 @@ class F8Scaling(AbstractLossScaling):
         calibrate: bool = True,
         **kwargs: Any,
     ) -> "F8Scaling":
-        """The state of a recipe for a function: what `Recipe.init` makes.
+        """Make the state of a recipe for a function, as `Recipe.init` does.
 
         Args:
             recipe: The recipe.
@@ -188,17 +188,17 @@ class F8Scaling(AbstractLossScaling):
         return self.loss.unscale(tree)
 
     def adjust(self, grads_finite: Any) -> "F8Scaling":
-        """With the loss scale for the next step. What was seen is recorded by `observe`."""
+        """Return the scaling for the next step. `observe` records what was seen of products."""
         return dataclasses.replace(self, loss=self.loss.adjust(grads_finite))
 
     # What gradient transforms use.
 
     def probes(self) -> dict[str, Array]:
-        """Zeros whose gradient is what is seen of each product."""
+        """Return zeros whose gradients are what is seen of each product."""
         return {name: jnp.zeros_like(site.seen) for name, site in self.sites.items()}
 
     def slots(self, probes: Mapping[str, Array]) -> dict[str, Any]:
-        """What each product gets."""
+        """Return the scales, the key and the probe that each product gets."""
         made: dict[str, Any] = {}
         # By sorted names: JAX sorts a dictionary wherever it rebuilds one, and a product must get
         # the same random number before and after.
@@ -223,7 +223,7 @@ class F8Scaling(AbstractLossScaling):
         return jnp.stack([power_of_two(amax[..., i], limits[i]) for i in range(3)], axis=-1)
 
     def _units(self) -> Array:
-        """What magnitudes are kept in: gradients are as large as the loss is scaled."""
+        """Return the units of magnitudes: gradients are as large as the loss is scaled."""
         return jnp.stack([jnp.ones(()), jnp.ones(()), jnp.asarray(self.loss_scaling)])
 
     def _keys(self, site: SiteState, number: int) -> Array | None:
@@ -291,7 +291,7 @@ class F8Scaling(AbstractLossScaling):
 
 
 def _like(vector: Array, array: Array) -> Array:
-    """A vector for the last axis of an array, with as many axes: nothing is spread silently."""
+    """Give a vector for the last axis of an array as many axes: ranks are not promoted silently."""
     return vector.reshape((1,) * (array.ndim - 1) + vector.shape)
 
 
@@ -303,7 +303,7 @@ def _calibrated(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> F8Scaling:
-    """With the magnitudes of one step, in which everything is scaled by what it is."""
+    """Fill the history with the magnitudes of one step, which scales everything by its own."""
 
     @eqx.filter_jit
     def seen(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Array]:

@@ -136,9 +136,9 @@ def transaction(
             close over gradients and anything else. It runs only if the step is finite.
         state: Any pytree.
         ledger: What to count in.
-        gate: How the decision is compiled. `"loop"`, a loop of at most one turn, has the fewest
-            instructions and temporaries. `"cond"` and `"select"` can be differentiated through
-            in reverse mode (a loop cannot); `"select"` computes the new state in any case.
+        gate: How the decision is compiled. `"loop"`, a loop of at most one iteration, has the
+            fewest instructions and temporaries. `"cond"` and `"select"` can be differentiated
+            through in reverse mode (a loop cannot); `"select"` computes the new state in any case.
 
     Returns:
         The state and the ledger after the step.

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from halfstep._autocast import check_state, rewritten, settings_of
+from halfstep._autocast import Settings, check_state, rewritten, settings_of
 from halfstep._base import (
     Arguments,
     DTypeLike,
@@ -73,7 +73,7 @@ def _check_recipe(policy: Policy, state: F8Scaling | None) -> None:
 def _contraction_dtype(
     wire: np.dtype | None, compute: np.dtype, axes: Sequence[str]
 ) -> np.dtype | None:
-    """The dtype of weights' gradients, given the one in which they are to be summed."""
+    """Return the dtype of weights' gradients, given the one in which they are to be summed."""
     # Over named axes `reduce_gradients` casts before it sums, to whichever dtype: products need not
     # write one that is neither the compute dtype nor float32.
     return None if axes and wire not in (compute, np.dtype(np.float32)) else wire
@@ -139,12 +139,11 @@ def filter_value_and_grad(
             with the function's parameter names, `("state", "batch/targets", "**/running_var")`.
             What they enter is computed in float32, matrix products included.
         check_finite: Whether finiteness is computed. By default if there is a loss scale.
-        microbatches: In how many turns the batch is processed. Losses and gradients are summed in
-            float32 in the order of the microbatches, with the scale held fixed; then they are
-            summed over `axis_names`, unscaled, and multiplied by 1/n. There is one verdict.
-            Microbatch `i`
-            takes the examples `i, i + n, i + 2n, ...`; a typed scalar PRNG key is split, one for
-            each; `aux` is stacked.
+        microbatches: In how many parts the batch is processed, one after the other. Losses and
+            gradients are summed in float32 in the order of the microbatches, with the scale held
+            fixed; then they are summed over `axis_names`, unscaled, and multiplied by 1/n. There
+            is one verdict. Microbatch `i` takes the examples `i, i + n, i + 2n, ...`; a typed
+            scalar PRNG key is split, one for each; `aux` is stacked.
         batch: Rules for the leaves that `microbatches` splits along their first axis.
         carry: Name of an argument (such as BatchNorm state) whose new value is in `aux` and that
             each microbatch hands to the next.
@@ -267,7 +266,7 @@ def filter_grad(
 def without_value(
     with_value: Callable[..., tuple[Any, Any, Any, Any]], *, has_aux: bool
 ) -> Callable[..., tuple[Any, ...]]:
-    """A gradient function that does not return the value, but for what comes along with it."""
+    """Make a gradient function return no value, only the auxiliary output."""
 
     @functools.wraps(with_value)
     def grad(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -301,7 +300,7 @@ class Gradient:
         keep: Rules for arguments that are not cast.
         params: Which arguments hold parameters.
         checks: Whether finiteness is computed.
-        microbatches: In how many turns.
+        microbatches: In how many parts the batch is processed.
         batch: Rules for what they split.
         carry: The argument that one hands to the next.
         microbatch_reduction: How their losses and gradients are reduced.
@@ -314,7 +313,7 @@ class Gradient:
     scaling: AbstractLossScaling
     recipe_state: F8Scaling | None
     policy: Policy
-    settings: Any
+    settings: Settings | None
     has_aux: bool
     keep: Sequence[str]
     params: tuple[int | str, ...]
@@ -330,7 +329,7 @@ class Gradient:
     def taken(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, AbstractLossScaling, Verdict, Any]:
-        """Value, the next scaling, the verdict, and the gradients."""
+        """Return the value, the next scaling, the verdict and the gradients."""
         if not args:
             raise TypeError(
                 "the gradient is taken with respect to the first positional argument; got "
@@ -347,7 +346,7 @@ class Gradient:
     def over_microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], params: PyTree
     ) -> _Step:
-        """The sums over all microbatches."""
+        """Sum over all microbatches."""
         if self.microbatches == 1:
             return self.one_step(args, kwargs)
         return _Step(
@@ -397,7 +396,7 @@ class Gradient:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Any]:
-        """The scaled loss, and the loss with what comes along; differentiated by `moving`."""
+        """Return the scaled loss, and the loss with the auxiliary output."""
         params, probes = moving
         model = eqx.combine(params, static)
         func = self.func
@@ -411,7 +410,7 @@ class Gradient:
         return self.scaling.scale(loss), (loss, aux)
 
     def over_axes(self, step: _Step, params: PyTree) -> _Step:
-        """The sums over the axes of a mesh."""
+        """Reduce over the axes of a mesh."""
         if not self.axes:
             return step
         return step._replace(
@@ -443,7 +442,7 @@ class Gradient:
 
 
 def split_result(result: object, has_aux: bool) -> tuple[Any, Any]:
-    """The loss and what comes along with it."""
+    """Return the loss and the auxiliary output."""
     if not has_aux:
         return result, None
     if not (isinstance(result, tuple) and len(result) == 2):
@@ -470,7 +469,7 @@ def _check_no_state(model: PyTree) -> None:
 
 
 def _to_float32(loss: PyTree) -> jax.Array:
-    """The loss as float32 (or wider), so that no scale can push it out of a 16-bit range."""
+    """Convert the loss to float32 or wider, so that no scale takes it out of a 16-bit range."""
     if isinstance(loss, float):
         loss = np.float32(loss)
     dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", ())
@@ -521,10 +520,10 @@ def _restore_aux(
 
 
 def _in_width(grad: jax.Array, param: jax.Array) -> jax.Array:
-    """A gradient in its parameter's dtype if they are of one width, where numbers can be lost."""
+    """Convert a gradient to its parameter's dtype if both are of one width: values can be lost."""
     return grad.astype(param.dtype) if grad.dtype.itemsize == param.dtype.itemsize else grad
 
 
 def _widened(grad: jax.Array, param: jax.Array) -> jax.Array:
-    """A gradient in its parameter's dtype if that is wider, where none can."""
+    """Convert a gradient to its parameter's dtype if that is wider: no value can be lost."""
     return grad.astype(param.dtype) if grad.dtype.itemsize < param.dtype.itemsize else grad

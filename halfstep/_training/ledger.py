@@ -89,7 +89,7 @@ class Ledger(eqx.Module):
         return self.applied + self.skipped
 
     def record(self, finite: Any) -> "Ledger":
-        """The ledger after one more step.
+        """Return the ledger after one more step.
 
         Args:
             finite: A boolean scalar or a `Verdict`; one that was not checked counts as applied.

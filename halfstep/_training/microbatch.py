@@ -42,7 +42,7 @@ def _is_old_key(leaf: PyTree) -> bool:
 
 
 def _finder(aux: PyTree, structure: object, name: str) -> Callable[[PyTree], PyTree]:
-    """Where in `aux` the carried argument's new value is: itself, or one of its entries."""
+    """Find the carried argument's new value in `aux`: all of it, or one of its entries."""
     if jtu.tree_structure(aux) == structure:
         return lambda aux: aux
     entries: Mapping[Any, Any] = {}
@@ -128,7 +128,7 @@ def accumulate(
     # is not made of arrays and cannot leave the scan.
     traced: dict[str, Any] = {}
 
-    def turn(sums: tuple[PyTree, list[jax.Array]], xs: Mapping[int, jax.Array]) -> Any:
+    def iteration(sums: tuple[PyTree, list[jax.Array]], xs: Mapping[int, jax.Array]) -> Any:
         total, state = sums
         leaves = list(whole)
         for index, leaf in (*xs.items(), *zip(carried, state, strict=True)):
@@ -146,7 +146,7 @@ def accumulate(
         return (total, state), (loss, arrays, seen)
 
     first = (jtu.tree_map(zeros, params), [jnp.asarray(whole[index]) for index in carried])
-    (grads, state), (losses, arrays, seen) = jax.lax.scan(turn, first, xs, length=microbatches)
+    (grads, state), (losses, arrays, seen) = jax.lax.scan(iteration, first, xs, length=microbatches)
     aux = eqx.combine(arrays, traced["static"])
     if carry is not None:
         values = iter(state)

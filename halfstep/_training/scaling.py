@@ -86,7 +86,7 @@ class AbstractLossScaling(eqx.Module):
 
     @abc.abstractmethod
     def adjust(self, grads_finite: Any) -> "AbstractLossScaling":
-        """The scaling for the next step.
+        """Return the scaling for the next step.
 
         Args:
             grads_finite: A boolean scalar or a `Verdict`.
@@ -166,7 +166,7 @@ class DynamicLossScaling(AbstractLossScaling):
         return _multiply(tree, 1.0 / self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
-        """The scaling for the next step, given whether this step's gradients were finite."""
+        """Return the scaling for the next step, given whether this step's gradients were finite."""
         finite = as_predicate(grads_finite)
         if finite is None:
             raise ValueError(
@@ -222,7 +222,7 @@ class StaticLossScaling(AbstractLossScaling):
         return _multiply(tree, 1.0 / self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScaling":
-        """Itself."""
+        """Return the scaling itself."""
         as_predicate(grads_finite)
         return self
 
@@ -257,14 +257,14 @@ class NoLossScaling(AbstractLossScaling):
         return False
 
     def scale(self, tree: T) -> T:
-        """The tree itself."""
+        """Return the tree itself."""
         return tree
 
     def unscale(self, tree: T) -> T:
-        """The tree itself."""
+        """Return the tree itself."""
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoLossScaling":
-        """Itself."""
+        """Return the scaling itself."""
         as_predicate(grads_finite)
         return self

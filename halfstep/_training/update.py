@@ -19,7 +19,7 @@ class StepsInPlace(Protocol):
     def step(
         self, params: PyTree, state: PyTree, grads: PyTree, /, **options: object
     ) -> tuple[PyTree, PyTree]:
-        """The new parameters and state; with `finite=False` the old ones."""
+        """Return the new parameters and state; with `finite=False` the old ones."""
         ...
 
 
@@ -30,7 +30,7 @@ def apply_gradients(
     grads: Any,
     **extra_args: Any,
 ) -> tuple[M, Any]:
-    """The bare Optax step: update, then apply. What `optimizer_update` does if all is finite.
+    """Run the bare Optax step, update and apply, as `optimizer_update` does if all is finite.
 
     For use inside `transaction`.
 

@@ -26,7 +26,7 @@ _UNSIGNED = MappingProxyType({2: jnp.uint16, 4: jnp.uint32})
 
 
 def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
-    """The bits of the largest magnitude in a leaf, shifted left by its sign, and their dtype.
+    """Return the bits of the largest magnitude in a leaf, shifted left by its sign, and its dtype.
 
     A maximum of integers, because one of floats loses NaN (seen in XLA:CPU's vectorized
     reduction), and because it compiles to fewer instructions than a conjunction of `isfinite`.
@@ -46,7 +46,7 @@ def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
 
 
 def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
-    """For each inexact leaf its largest magnitude; not finite if any number in it is not.
+    """Return the largest magnitude of each inexact leaf; not finite if any number in it is not.
 
     Of a leaf that float32 cannot hold (float64, complex) only whether it is finite: 0 if it is.
     """
@@ -66,7 +66,7 @@ def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every floating-point or complex number in a pytree is finite.
+    """Return whether every floating-point or complex number in a pytree is finite.
 
     Integers, keys, strings and other leaves do not count; an empty tree is finite. On sharded
     arrays under `jit` the answer is global.
@@ -166,7 +166,7 @@ class Verdict(eqx.Module):
     __ror__ = __or__
 
     def where(self, tree: Any) -> str | None:
-        """The path of the first non-finite gradient leaf, `None` if there is none. On the host.
+        """Return the path of the first non-finite gradient leaf, or `None`. On the host.
 
         Args:
             tree: The gradients, or the model they belong to.
@@ -189,7 +189,7 @@ class Verdict(eqx.Module):
         return path_string(leaves[index][0]) or "the gradient itself"
 
     def reason(self, tree: Any = None) -> str:
-        """One sentence on what happened and what to look at. On the host.
+        """Say in one sentence what happened and what to look at. On the host.
 
         Args:
             tree: The gradients or the model, to name the leaf by its path.
@@ -214,7 +214,7 @@ class Verdict(eqx.Module):
 
 @contextlib.contextmanager
 def _told_where() -> Generator[None, None, None]:
-    """What JAX says of a value that is not known yet, with what to do about it."""
+    """Add what to do to JAX's error about a value that is not known yet."""
     try:
         yield
     except (
@@ -226,7 +226,7 @@ def _told_where() -> Generator[None, None, None]:
 
 
 def as_predicate(finite: object) -> jax.Array | np.ndarray | bool | None:
-    """A verdict or a boolean scalar as a predicate; `None` for "not checked, always apply".
+    """Return a verdict or a boolean as a predicate; `None` for "not checked, always apply".
 
     Raises:
         TypeError: If it is neither.
@@ -247,17 +247,17 @@ def as_predicate(finite: object) -> jax.Array | np.ndarray | bool | None:
 
 
 def unchecked() -> Verdict:
-    """The verdict that was never computed."""
+    """Return the verdict that was never computed."""
     return Verdict(None, None, None)
 
 
 def finite_flags(grads: Float32[Array, " leaves"], loss: Array) -> Bool[Array, " leaves_and_loss"]:
-    """One flag a gradient leaf, from their magnitudes, and that of the loss behind them."""
+    """Return one flag per gradient leaf, from their magnitudes, and last that of the loss."""
     return jnp.concatenate([jnp.isfinite(grads), jnp.isfinite(loss)[None]])
 
 
 def judge(flags: Bool[Array, " leaves_and_loss"]) -> Verdict:
-    """The verdict from the flags of `finite_flags`."""
+    """Make the verdict of the flags of `finite_flags`."""
     grads, loss = flags[:-1], flags[-1]
     if not grads.size:
         return Verdict(loss, loss, jnp.full_like(loss, -1, jnp.int32))

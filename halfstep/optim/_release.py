@@ -104,7 +104,7 @@ class Release:
     per_layer_clip: Any
 
     def init(self, params: Any) -> ReleaseState:
-        """The optimizer's state, of parameters as they are.
+        """Make the optimizer's state for parameters as they are.
 
         Args:
             params: `{"outer": ..., "layers": ...}`.
@@ -135,7 +135,7 @@ class Release:
         return made, ReleaseState(outer_state, layers_state)
 
     def __call__(self, params: Any, state: Any, batch: Any, scaling: Any = None) -> tuple[Any, ...]:
-        """One training step.
+        """Run one training step.
 
         Args:
             params: `{"outer": ..., "layers": ...}`.
@@ -236,7 +236,7 @@ class Release:
     def _judge(
         self, done: _Pass, by: AbstractLossScaling, length: int
     ) -> tuple[PyTree, jax.Array | None, Verdict]:
-        """A first way back: the gradients outside, the norm of all, and whether all are finite."""
+        """Run a first backward pass: for the gradients outside, the norm of all and a verdict."""
 
         def visit(
             carry: tuple[jax.Array, jax.Array], number: jax.Array, grads: PyTree
@@ -274,7 +274,7 @@ class Release:
         factors: Float32[Array, ""] | None = None,
         finite: jax.Array | None = None,
     ) -> Any:
-        """The way back on which layers step."""
+        """Run the backward pass in which layers step."""
 
         def visit(stack: PyTree, number: jax.Array, grads: PyTree) -> Any:
             grads = self._clipped(by.unscale(grads), factors)
@@ -303,7 +303,7 @@ def release(
     clip: Any = None,
     per_layer_clip: Any = None,
 ) -> Release:
-    """A training step in which the gradients of all layers are never there at once.
+    """Make a training step that never holds the gradients of all layers at once.
 
     The layers of a stack are one function over parameters with a first axis of layers, as
     `jax.lax.scan` has it. On the way back each layer is computed again, differentiated and
@@ -436,7 +436,7 @@ def _stepped(
 
 
 def _squares(grads: PyTree) -> Float32[Array, ""]:
-    """The sum of the squares of all gradients, in float32."""
+    """Sum the squares of all gradients, in float32."""
     total = jnp.zeros((), jnp.float32)
     for leaf in jax.tree.leaves(grads):
         real = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
@@ -445,14 +445,14 @@ def _squares(grads: PyTree) -> Float32[Array, ""]:
 
 
 def _factor(norm: Float32[Array, ""], limit: ArrayLike) -> Float32[Array, ""]:
-    """What makes a norm at most `limit`: 1 if it is."""
+    """Return the factor that makes a norm at most `limit`: 1 if it is."""
     limit = jnp.asarray(limit, jnp.float32)
     # Divided by the larger of both: the divisor is never zero and the factor never above one.
     return limit / jnp.maximum(norm, limit)
 
 
 def _multiply(grads: PyTree, by: Float32[Array, ""]) -> PyTree:
-    """Gradients times a factor, computed in float32 and of the dtypes that they had."""
+    """Multiply gradients by a factor in float32; they keep their dtypes."""
 
     def of(leaf: jax.Array) -> jax.Array:
         wide = at_least_float32(leaf.dtype)

@@ -9,7 +9,7 @@ from halfstep.optim._state import StateError
 
 
 def check_params(params: PyTree) -> int:
-    """The number of layers.
+    """Return the number of layers.
 
     Raises:
         TypeError: If the parameters are not divided into a stack and the others.
@@ -94,7 +94,7 @@ def check_layer(before: PyTree, after: PyTree) -> None:
 
 
 def check_loss(loss: object) -> jax.Array:
-    """The loss in float32 or wider.
+    """Return the loss in float32 or wider.
 
     Raises:
         TypeError: If it is no real scalar.

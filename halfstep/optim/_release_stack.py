@@ -61,7 +61,7 @@ def backward(
     stack: PyTree,
     layer_of: Callable[[Any, Any], Any],
 ) -> tuple[Any, list[Any], Any]:
-    """From the last layer to the first.
+    """Run the backward pass, from the last layer to the first.
 
     Args:
         call: One layer.
@@ -90,7 +90,7 @@ def backward(
         pairs = zip(leaves, used, strict=True)
         return treedef.unflatten([next(rest) if is_used else leaf for leaf, is_used in pairs])
 
-    def turn(done: jax.Array, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
+    def iteration(done: jax.Array, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
         ct, sums, stack = carry
         # Each layer is computed again from what entered it: only one layer's residuals exist.
         number = length - 1 - done
@@ -105,4 +105,4 @@ def backward(
 
     # A loop and not a scan: parameters and state are carried and updated in place. As inputs and
     # outputs of a scan, XLA would hold both of each.
-    return jax.lax.fori_loop(0, length, turn, (ct, [jnp.zeros_like(c) for c in chosen], stack))
+    return jax.lax.fori_loop(0, length, iteration, (ct, [jnp.zeros_like(c) for c in chosen], stack))

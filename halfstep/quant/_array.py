@@ -95,7 +95,7 @@ def dequantize(
     groups: Groups | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Float32[Array, "..."]:
-    """The values that `quantize` has written.
+    """Return the values that `quantize` has written.
 
     Args:
         array: Codes and scales.
@@ -134,7 +134,7 @@ def dequantize(
 
 
 def groups_of(shape: tuple[int, ...]) -> Groups:
-    """The groups of an array that is on one device: of small ones all that there is."""
+    """Return the groups of an array on one device; a small array is one group per row."""
     if not shape:
         raise ValueError(
             "a scalar has no groups: required an array of one dimension or more; got shape=(). "
@@ -194,7 +194,7 @@ def _stored_shape(shape: tuple[int, ...], code: Code, groups: Groups) -> tuple[i
 
 
 def _value_shape(array: Quantized, code: Code, groups: Groups | None) -> tuple[int, ...]:
-    """The shape of what was written, if its groups were full."""
+    """Return the shape of the values that were written, if their groups were full."""
     dims = list(array.codes.shape)
     if code.bits == 8:
         return tuple(dims)

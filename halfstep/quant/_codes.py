@@ -70,7 +70,7 @@ class Code:
         noise: Any = None,
         nearest: Callable[[Any], Any] = jnp.round,
     ) -> Shaped[Array, "..."]:
-        """The codes of values.
+        """Return the codes of values.
 
         Args:
             value: The values; of a code of roots, their square roots.
@@ -92,7 +92,7 @@ class Code:
         return jnp.clip(_root(position, noise, nearest), 1, self.limit).astype(self.stored)
 
     def decode(self, codes: Shaped[Array, "..."], scale: Values) -> Values:
-        """The values of codes; of a code of roots, the square roots of the values."""
+        """Return the values of codes; for a code of roots, the square roots of the values."""
         position = codes.astype(jnp.float32)
         if self.curve is Curve.SOFTSIGN:
             return scale * (position / (2 * self.limit - jnp.abs(position)))
@@ -151,7 +151,7 @@ CODES = MappingProxyType(
 
 
 def as_code(code: str | Code) -> Code:
-    """A code by its name, or itself."""
+    """Return a code by its name, or itself."""
     if isinstance(code, Code):
         return code
     if code not in CODES:
@@ -160,7 +160,7 @@ def as_code(code: str | Code) -> Code:
 
 
 def as_scale_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of scales.
+    """Return the dtype of scales.
 
     Raises:
         ValueError: If scales cannot be of it.
@@ -172,7 +172,7 @@ def as_scale_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def scale_of(magnitude: Values, dtype: DTypeLike) -> Shaped[Array, "..."]:
-    """The scale of a group with a largest magnitude: in bfloat16 rounded up, or as it is."""
+    """Return the scale for a largest magnitude: rounded up to bfloat16, or as it is."""
     if np.dtype(dtype) == np.float32:
         return magnitude
     # Rounded up, by adding all bits that are cut off: no value of the group may be above its scale.

@@ -34,17 +34,17 @@ class Groups:
     size: int = SIZE
 
     def count(self, shape: Sequence[int]) -> int:
-        """How many groups lie along the axis."""
+        """Return how many groups lie along the axis."""
         return math.ceil(shape[self.axis] / self.size)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales of an array."""
+        """Return the shape of the scales of an array."""
         dims = list(shape)
         dims[self.axis] = self.count(shape)
         return tuple(dims)
 
     def divided(self, value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """An array with groups along an axis of their own, which follows the divided one.
+        """Give groups an axis of their own, which follows the divided one.
 
         A last group that is not full is filled with zeros.
         """
@@ -55,21 +55,21 @@ class Groups:
         return value.reshape(*shape[:axis], self.count(shape), self.size, *shape[axis + 1 :])
 
     def whole(self, value: Shaped[Array, "..."], shape: Sequence[int]) -> Shaped[Array, "..."]:
-        """The array of a shape that has been divided."""
+        """Undo `divided` for an array of a shape."""
         axis = len(shape) + self.axis
         full = (*shape[:axis], self.count(shape) * self.size, *shape[axis + 1 :])
         value = value.reshape(full)
         return value if full == tuple(shape) else value[tuple(map(slice, shape))]
 
     def aligned(self, scale: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Scales with an axis of size one where `divided` has that of a group."""
+        """Give scales an axis of size one where `divided` has that of a group."""
         return jnp.expand_dims(scale, scale.ndim + self.axis + 1)
 
 
 def groups_for(
     shape: Sequence[int], *, shards: Sequence[int] = (), size: int = SIZE
 ) -> Groups | None:
-    """How to divide an array so that no group lies on two devices.
+    """Choose how to divide an array so that no group lies on two devices.
 
     The second axis from the end comes first: a run of 32 rows is what a TPU's tile of 8-bit values
     holds, and neighbors in memory then belong to different groups, which every backend can load
@@ -107,7 +107,7 @@ def groups_for(
 
 
 def groups_between(shape: Sequence[int], scale_shape: Sequence[int]) -> Groups | None:
-    """The groups that an array of a shape and its scales were written with; `None` if none fit."""
+    """Find the groups that an array and its scales were written with; `None` if none fit."""
     axes = [axis for axis in range(-len(shape), 0) if tuple(shape) != tuple(scale_shape)]
     found = [axis for axis in axes if Groups(axis).scale_shape(shape) == tuple(scale_shape)]
     return Groups(found[0]) if found else None

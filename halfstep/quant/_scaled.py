@@ -27,9 +27,9 @@ class Scaled(NamedTuple):
 
 
 def power_of_two(amax: Float[Array, "..."], limit: float) -> Float32[Array, "..."]:
-    """The largest power of two that takes a magnitude to at most a limit; NaN if it is not finite.
+    """Return the largest power of two that takes a magnitude to at most a limit.
 
-    Of zero it is one.
+    It is one for a magnitude of zero, and NaN for one that is not finite.
     """
     amax = amax.astype(jnp.float32)
     # The difference of two floats' bits, without those of the significand, is the exponent of
@@ -43,7 +43,7 @@ def power_of_two(amax: Float[Array, "..."], limit: float) -> Float32[Array, "...
 
 
 def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """One divided by a power of two, exactly: by its exponent."""
+    """Return one divided by a power of two, exactly, by its exponent."""
     word = (254 << 23) - bitcast_convert_type(scale, jnp.int32)
     return jnp.where(jnp.isnan(scale), scale, bitcast_convert_type(word, jnp.float32))
 
@@ -150,7 +150,7 @@ def write_blocks(
 def _two_levels(
     amax: Float32[Array, "..."], factor: Factor
 ) -> tuple[Shaped[Array, "..."], Float32[Array, ""]]:
-    """Scales of blocks as e4m3, relative to one of the tensor."""
+    """Return the scales of blocks as e4m3, relative to one scale of the tensor."""
     limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
     needed = amax / factor.max
     up = power_of_two(jnp.max(needed), limit)
@@ -160,7 +160,7 @@ def _two_levels(
 def read_blocks(
     array: Blocks, factor: Factor, *, length: int, dtype: DTypeLike = jnp.bfloat16
 ) -> Float[Array, "b r n"]:
-    """The rows that blocks stand for, without what fills the last one.
+    """Return the rows that blocks stand for, without the padding of the last one.
 
     In bfloat16 this is exact: an element has at most 4 bits and a scale as many.
     """
@@ -171,7 +171,7 @@ def read_blocks(
 
 
 def _of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:
-    """The scales of each row, from those of tiles."""
+    """Return the scales of each row, from those of tiles."""
     return jnp.repeat(scale, factor.size, axis=1)[:, :rows] if factor.per == "tile" else scale
 
 

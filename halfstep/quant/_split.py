@@ -77,7 +77,7 @@ def split(
 
 
 def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
-    """The float32 values that `split` has split.
+    """Return the float32 values that `split` has split.
 
     Args:
         high: The bfloat16 values.
@@ -110,7 +110,7 @@ def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
 
 
 def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:
-    """Float32 of any float; of bfloat16 by its bits, which keeps denormal values everywhere."""
+    """Convert any float to float32; bfloat16 by its bits, which keeps denormal values."""
     if value.dtype == jnp.bfloat16:
         word = bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32) << 16
         return bitcast_convert_type(word, jnp.float32)
@@ -138,7 +138,7 @@ def check_dtype(value: Shaped[Array, "..."], dtype: DTypeLike, who: str) -> None
 
 
 def joined(param: Shaped[Array, "..."], low: Low | None) -> Float32[Array, "..."]:
-    """The float32 value of a parameter, with what it lacks if that is kept."""
+    """Return the float32 value of a parameter, with the bits that it lacks if they are kept."""
     return widened(param) if low is None else join(param, low)
 
 
@@ -148,7 +148,7 @@ def parted(
     low: Low | None,
     noise: UInt32[Array, "..."] | None = None,
 ) -> tuple[Shaped[Array, "..."], Any]:
-    """A new value of a parameter, stored as the old one is: split, or converted."""
+    """Store a new value of a parameter as the old one is: split, or converted."""
     if low is None:
         return value.astype(param.dtype), None
     return split(value, bits=8 if low.dtype == jnp.int8 else 16, noise=noise)

@@ -55,7 +55,7 @@ class Preemption:
         self._noticed.set()
 
     def reached(self, step: int) -> bool:
-        """Whether this is the step to stop after. Every process asks after every step.
+        """Return whether this is the step to stop after. Every process asks after every step.
 
         Args:
             step: Its number; the next one has the next number.

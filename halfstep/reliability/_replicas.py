@@ -119,7 +119,7 @@ def _specs(arrays: Sequence[jax.Array]) -> tuple[P, ...]:
 def _compiled(
     mesh: Mesh, axes: tuple[tuple[str, ...], ...], specs: tuple[P, ...]
 ) -> Callable[..., jax.Array]:
-    """For each array whether its copies differ, on every device."""
+    """Compile a function that says, for each array, whether its copies differ."""
 
     def differ(*shards: jax.Array) -> jax.Array:
         flags = []
@@ -165,7 +165,7 @@ def _tell(mesh: Mesh, name: str, array: jax.Array, axes: tuple[str, ...]) -> str
 
 
 def _devices_of(mesh: Mesh, last: Sequence[int], place: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The places in the mesh of one group of copies."""
+    """Return the places in the mesh of one group of copies."""
     rest = iter(place)
     index = [slice(None) if axis in last else next(rest) for axis in range(mesh.devices.ndim)]
     inside = np.arange(mesh.devices.size).reshape(mesh.devices.shape)[tuple(index)]

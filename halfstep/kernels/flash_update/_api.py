@@ -41,7 +41,7 @@ def flash_update(
     implementation: Implementation = None,
     sharding: NamedSharding | None = None,
 ) -> Leaf:
-    """One step of a parameter and its compressed state.
+    """Step a parameter and its compressed state.
 
     Args:
         leaf: The parameter and its state.
@@ -263,7 +263,7 @@ def _is_divided(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def _is_divided_here(ctx: mlir.LoweringRuleContext, platform: str | None) -> bool:
-    """Whether the compiler asks this process how to divide a kernel; that for TPUs never does."""
+    """Return whether the compiler asks this process how to divide a kernel; not so for TPUs."""
     return platform != "tpu" and not ctx.module_context.lowering_parameters.for_export
 
 

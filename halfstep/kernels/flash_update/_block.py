@@ -27,7 +27,7 @@ SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"
 
 
 def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
-    """Why no kernel takes a leaf; `None` if there is nothing against it."""
+    """Return why no kernel takes a leaf, or `None` if there is nothing against it."""
     if leaf.param.size == 0:
         return f"takes no empty leaf; got shape {list(leaf.param.shape)}"
     if (spec.first_code, spec.second_code, spec.groups.size) != ("int8", "root8", SIZE):
@@ -58,20 +58,20 @@ class View(NamedTuple):
         return self.shape[self.groups.axis] % self.groups.size != 0
 
     def scale_block(self, block: tuple[int, int]) -> tuple[int, int]:
-        """The scales that belong to a block."""
+        """Return the shape of the scales that belong to a block."""
         rows, cols = block
         size = self.groups.size
         return (rows // size, cols) if self.groups.axis == -2 else (rows, cols // size)
 
     def arrays(self, leaf: Leaf) -> list[jax.Array]:
-        """What a leaf has, in the shapes of the view."""
+        """Return the arrays of a leaf, in the shapes of the view."""
         shapes = [self.scale_shape if i in SCALES else self.shape for i in leaf.present]
         return [leaf[i].reshape(shape) for i, shape in zip(leaf.present, shapes, strict=True)]
 
     def position(
         self, block: tuple[int, int], start: tuple[ArrayLike, ArrayLike, ArrayLike]
     ) -> jax.Array:
-        """Where each element of a block is in the whole leaf: what its random words depend on."""
+        """Return the position of each element in the whole leaf, for its random words."""
         _, rows, cols = self.shape
         full = self.groups.count(self.shape) * self.groups.size
         rows, cols = (full, cols) if self.groups.axis == -2 else (rows, full)
@@ -81,7 +81,7 @@ class View(NamedTuple):
 
 
 def view_of(shape: tuple[int, ...], groups: Groups) -> View:
-    """A leaf in three dimensions; in memory of rows after one another it lies as it lay."""
+    """View a leaf in three dimensions, without moving it in row-major memory."""
     if groups.axis == -1:
         return View((1, math.prod(shape[:-1]), shape[-1]), groups)
     axis = len(shape) + groups.axis
@@ -166,7 +166,7 @@ def _encoded(
 
 
 def reshaped(arrays: Sequence[jax.Array], like: Leaf) -> Leaf:
-    """The leaf of a kernel's results, in the shapes of the one that it was given."""
+    """Make a leaf of a kernel's results, in the shapes of the leaf that it was given."""
     pairs = zip(like.present, arrays, strict=True)
     return leaf_of(like.present, [array.reshape(like[i].shape) for i, array in pairs])
 

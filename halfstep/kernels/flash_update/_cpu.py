@@ -44,7 +44,7 @@ _FOLD = 8
 def update(
     leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec, *, min_size: int = MIN_SIZE
 ) -> Leaf:
-    """One step of a leaf, as `_block.update` computes it.
+    """Step a leaf, as `_block.update` does.
 
     Args:
         leaf: The parameter and its state, on one device.
@@ -109,20 +109,20 @@ class _Passes(NamedTuple):
     spec: Spec
 
     def low(self, zero: jax.Array) -> jax.Array:
-        """The bits that the parameter lacks."""
+        """Return the bits that the parameter lacks."""
         return self._split(zero)[1]
 
     def param(self, zero: jax.Array) -> jax.Array:
-        """The parameter."""
+        """Return the parameter."""
         return self._split(zero)[0]
 
     def first(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
-        """The codes of the first moment."""
+        """Return the codes of the first moment."""
         new = self._new(zero)
         return self.spec.first.encode(new.first, self._spread(_floats(scale)))
 
     def second(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
-        """The codes of the second moment."""
+        """Return the codes of the second moment."""
         chances = None
         if self.spec.stochastic:
             bits = noise(self.leaf.param.shape, self.by.seed, stream=1)
@@ -131,7 +131,7 @@ class _Passes(NamedTuple):
         return self.spec.second.encode(self._new(zero).root, wide, noise=chances)
 
     def scales(self, zero: jax.Array, always: jax.Array) -> list[jax.Array]:
-        """The scales of both moments, as words: in two passes, of which the second is small."""
+        """Return the scales of both moments, as words: in two passes, the second a small one."""
         leaf, groups = self.leaf, self.spec.groups
         first = (leaf.first, leaf.first_scale)
         second = () if leaf.second is None else (leaf.second, leaf.second_scale)
@@ -148,7 +148,7 @@ class _Passes(NamedTuple):
         return list(whole(*found))
 
     def _largest(self, zero: jax.Array, grad: jax.Array, *moments: jax.Array) -> list[jax.Array]:
-        """The scales of each eight elements."""
+        """Return the scales of each eight elements."""
         folded = [self._folded(x) for x in (words(grad), moments[0], *moments[2:3])]
         wide = [widened(s)[..., None, :] for s in (moments[1], *moments[3:])]
         found: list[jax.Array] = []
@@ -173,7 +173,7 @@ class _Passes(NamedTuple):
         return [words(scale_of(*pair)) for pair in zip(values, dtypes, strict=True)]
 
     def _new(self, zero: jax.Array) -> Moments:
-        """The values after the step. What a pass does not use of them is not computed."""
+        """Return the values after the step. XLA drops those that a pass does not use."""
         leaf, spec = self.leaf, self.spec
         if leaf.low is None:
             value = _opaque(widened(leaf.param), zero)
@@ -198,13 +198,13 @@ class _Passes(NamedTuple):
         return self._spread(widened(scale))
 
     def _spread(self, scale: jax.Array) -> jax.Array:
-        """Scales of every element, in the shape of the leaf: only then is it written in place."""
+        """Spread scales over the shape of the leaf: only then is the leaf written in place."""
         shape, size = self.leaf.param.shape, self.spec.groups.size
         rows = (*scale.shape[:-1], size, scale.shape[-1])
         return jnp.broadcast_to(scale[..., None, :], rows).reshape(shape)
 
     def _folded(self, value: jax.Array) -> jax.Array:
-        """Rows of a group in parts of eight."""
+        """Divide the rows of a group into parts of eight."""
         *lead, rows, columns = value.shape
         size = self.spec.groups.size
         return value.reshape(*lead, rows // size, size // _FOLD, _FOLD, columns)
@@ -221,13 +221,13 @@ def _stored(bits: jax.Array, zero: jax.Array, old: jax.Array, keep: jax.Array) -
 
 
 def _opaque(value: jax.Array, zero: jax.Array) -> jax.Array:
-    """The same value, which the compiler takes for another one."""
+    """Return the same value in a form that the compiler takes for another one."""
     bits = words(value)
     return bitcast_convert_type(bits ^ zero.astype(bits.dtype), value.dtype)
 
 
 def _after(value: jax.Array, always: jax.Array) -> jax.Array:
-    """Zero, known when `value` is."""
+    """Return a zero that is known when `value` is."""
     return _barrier(_zero_after, jax.ShapeDtypeStruct((), jnp.uint32), always)(value)
 
 
@@ -240,7 +240,7 @@ def _zero_after(value: jax.Array) -> jax.Array:
 def _barrier(
     compute: Callable[..., PyTree], made: PyTree, always: jax.Array
 ) -> Callable[..., PyTree]:
-    """A function that is compiled by itself: in a branch that is always taken."""
+    """Return a function that is compiled by itself, in a branch that is always taken."""
 
     def call(*operands: jax.Array) -> PyTree:
         # XLA fuses nothing across the branches of a conditional, and cannot know that this one is

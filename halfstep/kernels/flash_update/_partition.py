@@ -37,7 +37,7 @@ def _varying(array: jax.Array) -> frozenset[str]:
 
 
 def may_be_divided() -> bool:
-    """Whether what is traced here may be divided among devices by a compiler in this process."""
+    """Return whether a compiler in this process may divide what is traced among devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return True

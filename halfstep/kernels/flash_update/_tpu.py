@@ -47,7 +47,7 @@ def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
 def update(
     leaf: Leaf, grad: jax.Array, by: jax.Array, spec: Spec, *, interpret: bool = False
 ) -> Leaf:
-    """One step of a leaf.
+    """Step a leaf.
 
     Args:
         leaf: The parameter and its state. All of it is overwritten where it lies.
@@ -118,7 +118,7 @@ def update(
 
 
 def _block(view: View) -> tuple[int, int]:
-    """The rows and columns of a block: whole tiles, or all that there are."""
+    """Return the rows and columns of a block: whole tiles, or all that there are."""
     _, rows, cols = view.shape
     cols = min(cols, _COLS)
     # Few rows are one block; Pallas then needs no multiple of a tile.
