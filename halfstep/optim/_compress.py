@@ -92,22 +92,22 @@ def compress(
 ) -> Transformation:
     """Store the state of any Optax optimizer in 8 bits, or in 4.
 
-    What a state of Optax holds is known by its name: first moments and momenta are stored in
-    `"int8"`, second moments in `"root8"`. What is not known, or would not survive it, stays as it
-    is: `optim.coded` lists what was coded. Every step decodes the state, runs
-    the optimizer and codes it again; `optim.flash_adamw` and its like do it in one pass.
+    The arrays of Optax's states are known by their names: first moments and momenta are stored in
+    `"int8"`, second moments in `"root8"`. Arrays that are not known, or would lose too much, stay
+    as they are: `optim.coded` lists the coded ones. Every step decodes the state, runs the
+    optimizer and codes the state again; `optim.flash_adamw` and its like do it in one pass.
 
     Args:
         tx: The optimizer.
         codes: Codes for parts of the state by their path in it, such as
             `{"**/mu": "int4", "**/nu": None}`; `None` leaves a part as it is.
         min_size: Arrays with fewer elements stay as they are; 4096 by default.
-        scale_dtype: That of the scales: bfloat16 or float32.
+        scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds codes up or down at random.
-        seed: Where that randomness begins.
+        seed: Where the randomness of `rounding` begins.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python

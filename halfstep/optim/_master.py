@@ -1,4 +1,4 @@
-"""Any optimizer of Optax, for 16-bit parameters: what they lack is kept beside them."""
+"""Train 16-bit parameters with any Optax optimizer: the state keeps the bits that they lack."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -56,7 +56,7 @@ def master(
     The optimizer sees float32 parameters and gradients, and its state is as always; around it
     parameters are joined with what they lack, and split again.
 
-    | kind | what is kept | bytes a parameter with it | a master of |
+    | kind | what is kept | bytes per parameter with it | a master of |
     |---|---|---|---|
     | `"split16"` | 16 more bits | 4 | 32 bits, float32 bit for bit |
     | `"split8"` | 8 more bits | 3 | 24 bits |
@@ -71,7 +71,7 @@ def master(
         seed: Where the randomness of `"stochastic"` begins.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python

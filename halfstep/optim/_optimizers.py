@@ -30,10 +30,12 @@ def flash_adamw(
     seed: int | None = None,
     implementation: Implementation = None,
 ) -> Transformation:
-    """AdamW whose parameters and state take 5 bytes a parameter instead of 12 or 14.
+    """Make an AdamW whose parameters and state take 5 bytes per parameter instead of 12 or 14.
 
-    Parameters are bfloat16; the state has the bits that they lack, and both moments in 8 bits with
-    a scale for every 32 elements. `optax.adamw` with the same hyperparameters is what it follows.
+    Parameters are bfloat16. The state holds the bits that they lack, and both moments in 8 bits
+    with a scale for every 32 elements. It follows `optax.adamw` with the same hyperparameters.
+
+    The other compressed optimizers have the same keyword options, which are explained here.
 
     Args:
         learning_rate: A number, a traced scalar, or a schedule of Optax.
@@ -43,21 +45,21 @@ def flash_adamw(
         weight_decay: Decoupled; a multiple of the learning rate.
         mask: Where weights decay: a tree of booleans, a prefix of the parameters', or a function
             of the parameters that returns one.
-        master_bits: Of bfloat16 parameters and their state together: 24 (`"auto"` too) or 32, which
-            is float32 bit for bit; with `None` the state has no part of them. Float32 parameters
-            are their own master.
+        master_bits: The bits of a bfloat16 parameter and its state together: 24 (also `"auto"`) or
+            32, which equals float32 exactly; with `None` the state holds no bits of parameters.
+            Float32 parameters are their own master.
         keep: Paths of parameters whose moments stay float32, such as `"**/embedding"`.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
-        scale_dtype: That of the scales: bfloat16 or float32.
+        scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds the second moment, and a master of 24 bits, up or down at
             random. It lets a long memory (`b2` of 0.999 and above) forget, and steps that are
             smaller than the last of 24 bits add up.
-        seed: Where that randomness begins.
-        implementation: Who computes it: `"xla"`, `"gpu"`, `"tpu"`, `"interpret"`; by default what
-            it is compiled for.
+        seed: Where the randomness of `rounding` begins.
+        implementation: Which kernel computes the step: `"xla"`, `"gpu"`, `"tpu"` or `"interpret"`;
+            by default that of the platform that it is compiled for.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python
@@ -114,7 +116,7 @@ def flash_adam(
     seed: int | None = None,
     implementation: Implementation = None,
 ) -> Transformation:
-    """Adam in 5 bytes a parameter: `flash_adamw` without weight decay.
+    """Make an Adam in 5 bytes per parameter: `flash_adamw` without weight decay.
 
     Args:
         learning_rate: A number, a traced scalar, or a schedule of Optax.
@@ -124,13 +126,13 @@ def flash_adam(
         master_bits: 24, 32 or `None`, see `flash_adamw`.
         keep: Paths of parameters whose moments stay float32.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
-        scale_dtype: That of the scales: bfloat16 or float32.
+        scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"nearest"` or `"stochastic"`, see `flash_adamw`.
-        seed: Where that randomness begins.
-        implementation: Who computes it, see `flash_adamw`.
+        seed: Where the randomness of `rounding` begins.
+        implementation: Which kernel computes the step, see `flash_adamw`.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python
@@ -177,7 +179,7 @@ def flash_lion(
     seed: int | None = None,
     implementation: Implementation = None,
 ) -> Transformation:
-    """Lion in 4 bytes a parameter.
+    """Make a Lion in 4 bytes per parameter.
 
     Args:
         learning_rate: A number, a traced scalar, or a schedule of Optax.
@@ -188,13 +190,13 @@ def flash_lion(
         master_bits: 24, 32 or `None`, see `flash_adamw`.
         keep: Paths of parameters whose momentum stays float32.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
-        scale_dtype: That of the scales: bfloat16 or float32.
+        scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds a master of 24 bits up or down at random.
-        seed: Where that randomness begins.
-        implementation: Who computes it, see `flash_adamw`.
+        seed: Where the randomness of `rounding` begins.
+        implementation: Which kernel computes the step, see `flash_adamw`.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python
@@ -239,7 +241,7 @@ def flash_sgd(
     seed: int | None = None,
     implementation: Implementation = None,
 ) -> Transformation:
-    """Stochastic gradient descent in 4 bytes a parameter with momentum, in 3 without.
+    """Make stochastic gradient descent in 4 bytes per parameter with momentum, in 3 without.
 
     Args:
         learning_rate: A number, a traced scalar, or a schedule of Optax.
@@ -250,13 +252,13 @@ def flash_sgd(
         master_bits: 24, 32 or `None`, see `flash_adamw`.
         keep: Paths of parameters whose momentum stays float32.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
-        scale_dtype: That of the scales: bfloat16 or float32.
+        scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds a master of 24 bits up or down at random.
-        seed: Where that randomness begins.
-        implementation: Who computes it, see `flash_adamw`.
+        seed: Where the randomness of `rounding` begins.
+        implementation: Which kernel computes the step, see `flash_adamw`.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python

@@ -56,7 +56,7 @@ class ReleaseState(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What the way through the model leaves for the way back."""
+    """What the forward pass leaves for the backward pass."""
 
     loss: Any
     layers: Any
@@ -64,7 +64,7 @@ class _Pass(NamedTuple):
     outer: Any
     """Trained arrays outside."""
     back: Callable[..., tuple[Any, list[Any], Any]]
-    """The way back through the layers."""
+    """The backward pass through the layers."""
     used: Sequence[bool]
     """Which arrays outside the layers use."""
     from_last: Any
@@ -306,9 +306,9 @@ def release(
     """Make a training step that never holds the gradients of all layers at once.
 
     The layers of a stack are one function over parameters with a first axis of layers, as
-    `jax.lax.scan` has it. On the way back each layer is computed again, differentiated and
-    stepped, before the next; only what enters each layer is kept. The result is that of computing
-    all gradients and stepping each layer by itself, bit for bit.
+    `jax.lax.scan` has it. In the backward pass each layer is recomputed, differentiated and
+    stepped, before the next one; only what enters each layer is kept. The result is that of
+    computing all gradients and stepping each layer by itself, bit for bit.
 
     Args:
         layer: `layer(layer_params, x, outer, batch)` returns the next `x`, of the same structure,
@@ -318,10 +318,10 @@ def release(
             optimizer computes over all parameters is computed over these.
         first: `first(outer, batch)` returns what enters the first layer.
         last: `last(outer, x, batch)` returns the loss.
-        clip: The largest norm of all gradients together. It takes a second way back through the
-            layers, at the same peak of memory. A step whose norm is not finite is skipped.
+        clip: The largest norm of all gradients together. It takes a second backward pass through
+            the layers, at the same peak of memory. A step whose norm is not finite is skipped.
         per_layer_clip: The largest norm of the gradients of one layer, and of the parameters
-            outside. It takes no second way.
+            outside. It takes no second pass.
 
     Returns:
         A step: `loss, params, state = step(params, state, batch)`, where `params` is

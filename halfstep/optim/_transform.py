@@ -15,7 +15,7 @@ from halfstep._training import as_predicate, select_tree
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
-    """What the optimizers of this package are: `init` and `update`, as Optax has them, and more.
+    """An optimizer of this package: `init` and `update`, as Optax has them, and two functions more.
 
     Attributes:
         step: `step(params, state, grads, finite=None)` returns new parameters and a new state. It
@@ -152,14 +152,14 @@ class ChainState(NamedTuple):
 def chain(*transforms: optax.GradientTransformation) -> Transformation:
     """`optax.chain` with an optimizer of this package at its end, and with its `step`.
 
-    What comes before it, such as `optax.clip_by_global_norm`, changes gradients. Updates, 4 bytes a
-    parameter, are never made. Where `finite` is false no state changes.
+    The transformations before it, such as `optax.clip_by_global_norm`, change gradients. Updates,
+    4 bytes per parameter, are never made. Where `finite` is false no state changes.
 
     Args:
         *transforms: Any number of Optax's, and at last an optimizer of this package.
 
     Returns:
-        An optimizer of Optax's kind, which also has `step` and `prepare`.
+        An Optax optimizer that also has `step` and `prepare`.
 
     Example:
         ```python

@@ -49,7 +49,7 @@ def quantize(
         code: The name of a code: `"int8"`, `"root8"`, `"int4"`, `"root4"`, `"f8"` or `"rootf8"`.
         groups: Which elements share a scale; by default 32 along the last axis but one.
             Of 4 bits, an even number of them.
-        scale_dtype: That of the scales: bfloat16, rounded up, or float32.
+        scale_dtype: The dtype of the scales: bfloat16, rounded up, or float32.
         key: With one, codes are rounded up or down at random, so that the mean of many decoded
             values is right. Codes that are floats are always rounded to the nearest.
 
