@@ -204,7 +204,7 @@ def filter_value_and_grad(
         settings = settings_of(
             policy, islands=islands, reduce_dtype=_contraction_dtype(wire, policy.compute, axes)
         )
-    gradient = Gradient(
+    gradient = _Gradient(
         func=func,
         scaling=scaling,
         recipe_state=recipe_state,
@@ -287,7 +287,7 @@ class _Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Gradient:
+class _Gradient:
     """A gradient with its options, checked. `taken` is the whole, the other methods are its steps.
 
     Attributes:

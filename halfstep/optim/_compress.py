@@ -21,7 +21,7 @@ from halfstep.quant._groups import groups_between
 
 _SIGNED, _ROOT = "int8", "root8"
 
-CODES_OF = MappingProxyType(
+_CODES_OF = MappingProxyType(
     {
         (state, field): code
         for state, fields in {
@@ -49,11 +49,15 @@ CODES_OF = MappingProxyType(
         for field, code in fields.items()
     }
 )
-"""By the state's name and the field's. What is not here stays as it is: running sums (Adagrad's,
-AdEMAMix's slow momentum), which change by less than a code; past gradients and parameters, of which
-differences are taken; variances that are a difference (centered RMSProp's); statistics of rows and
-columns, which are small; and preconditioners, whose inverse is taken."""
+"""The code of each array of Optax's states, by the names of the state and the field.
 
+Arrays that are not listed stay as they are, for these reasons: running sums (Adagrad's, AdEMAMix's
+slow momentum) change by less than a code; differences are taken of past gradients and parameters;
+a variance that is itself a difference (centered RMSProp's) would be noise; statistics of rows and
+columns are small; and preconditioners are inverted."""
+
+_Codes = dict[str, str]
+"""The code of each array, by its path in the state."""
 
 _NO_RULES: Mapping[str, str | None] = MappingProxyType({})
 
@@ -126,18 +130,18 @@ def compress(
 
     def init(params: PyTree) -> CompressedState:
         inner = tx.init(params)
-        found = codes_in(inner, codes, options.min_size)
+        found = _codes_in(inner, codes, options.min_size)
         return CompressedState(
-            jnp.zeros((), jnp.int32), encoded(inner, found, scale_dtype=options.scale_dtype)
+            jnp.zeros((), jnp.int32), _encoded(inner, found, scale_dtype=options.scale_dtype)
         )
 
-    def known(params: PyTree) -> tuple[Codes, dict[str, tuple[int, ...]]]:
+    def known(params: PyTree) -> tuple[_Codes, dict[str, tuple[int, ...]]]:
         # Abstractly: codes of 4 bits do not say how long the last group was, and decoded values
         # need their shapes.
         like = jax.eval_shape(tx.init, params)
         flat = jax.tree_util.tree_flatten_with_path(like)[0]
         shapes = {path_string(path): leaf.shape for path, leaf in flat if hasattr(leaf, "shape")}
-        return codes_in(like, codes, options.min_size), shapes
+        return _codes_in(like, codes, options.min_size), shapes
 
     def step(
         params: PyTree,
@@ -150,14 +154,14 @@ def compress(
 
         def commit(before: tuple[PyTree, CompressedState]) -> tuple[PyTree, CompressedState]:
             params, state = before
-            inner = decoded(state.inner, found, shapes)
+            inner = _decoded(state.inner, found, shapes)
             updates, inner = tx.update(grads, inner, params, **extra_args)
             key = None
             if options.stochastic:
                 key = jax.random.fold_in(jax.random.key(options.seed), state.count)
             # Written as the old state is, and not as a new one would be: loops and donated buffers
             # need the same shapes, and a restored state may be grouped along another axis.
-            inner = encoded_like(inner, state.inner, found, key=key)
+            inner = _encoded_like(inner, state.inner, found, key=key)
             return optax.apply_updates(params, updates), CompressedState(state.count + 1, inner)
 
         return gated(finite, commit, (params, state))
@@ -165,13 +169,9 @@ def compress(
     return of_models(transformation(init, step, lambda params: (params, init(params))))
 
 
-Codes = dict[str, str]
-"""The code of each array, by its path in the state."""
-
-
-def codes_in(state: PyTree, rules: Mapping[str, str | None], min_size: int) -> Codes:
+def _codes_in(state: PyTree, rules: Mapping[str, str | None], min_size: int) -> _Codes:
     """Return the code of each array of a state; arrays that stay as they are, are left out."""
-    found: Codes = {}
+    found: _Codes = {}
     _walk(state, (), None, found)
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
     paths = [path_string(path) for path, _ in flat]
@@ -198,14 +198,14 @@ def _fits(leaf: PyTree, min_size: int) -> bool:
     )
 
 
-def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: Codes) -> None:
+def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: _Codes) -> None:
     """Find the known parts of a state by their names, however deep they are nested."""
     # States of Optax are named tuples. They are told by the names of their classes and not by the
     # classes: which of them exist, and where, depends on the version of Optax.
     fields = getattr(node, "_fields", None)
     if fields is not None:
         for field in fields:
-            known = CODES_OF.get((type(node).__name__, field), code)
+            known = _CODES_OF.get((type(node).__name__, field), code)
             key = jax.tree_util.GetAttrKey(field)
             _walk(getattr(node, field), (*path, key), known, found)
         return
@@ -218,7 +218,7 @@ def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: Codes
         _walk(child, (*path, *key), code, found)
 
 
-def encoded(state: PyTree, codes: Codes, *, scale_dtype: np.dtype) -> PyTree:
+def _encoded(state: PyTree, codes: _Codes, *, scale_dtype: np.dtype) -> PyTree:
     """Return a new state with its arrays in codes."""
 
     def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:
@@ -231,7 +231,9 @@ def encoded(state: PyTree, codes: Codes, *, scale_dtype: np.dtype) -> PyTree:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def encoded_like(state: PyTree, old: PyTree, codes: Codes, *, key: Key[Array, ""] | None) -> PyTree:
+def _encoded_like(
+    state: PyTree, old: PyTree, codes: _Codes, *, key: Key[Array, ""] | None
+) -> PyTree:
     """Return a state with its arrays in codes, written as an older one is."""
     flat = jax.tree_util.tree_flatten_with_path(old, is_leaf=_is_coded)[0]
     before = {path_string(path): leaf for path, leaf in flat}
@@ -250,7 +252,7 @@ def encoded_like(state: PyTree, old: PyTree, codes: Codes, *, key: Key[Array, ""
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def decoded(state: PyTree, codes: Codes, shapes: Mapping[str, tuple[int, ...]]) -> PyTree:
+def _decoded(state: PyTree, codes: _Codes, shapes: Mapping[str, tuple[int, ...]]) -> PyTree:
     """Return a state with its arrays in float32 again.
 
     Raises:

@@ -68,7 +68,7 @@ def transformation(
                 "them; got params=None. Call update(grads, state, params)."
             )
         new, state = step(params, state, updates, **extra_args)
-        return difference(new, params), state
+        return _difference(new, params), state
 
     # Optax's optimizers are named tuples of two fields, and its functions unpack them as such: the
     # two more functions are attributes, and not fields.
@@ -109,7 +109,7 @@ def is_trained(leaf: object) -> bool:
     return is_inexact(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact))
 
 
-def difference(new: PyTree, old: PyTree) -> PyTree:
+def _difference(new: PyTree, old: PyTree) -> PyTree:
     """Return what `optax.apply_updates` is to add to the old parameters.
 
     In float32 for bfloat16 parameters: the difference of two bfloat16 values may need more bits
