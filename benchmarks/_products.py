@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep._preflight.hlo.contractions import contraction, custom_call_target
-from halfstep._preflight.hlo.loops import Frame, body_frame, trip_count
+from halfstep._preflight.hlo.contraction_flops import contraction, custom_call_target
 from halfstep._preflight.hlo.parser import Computation, Instruction, parse
+from halfstep._preflight.hlo.trip_counts import ValueFrame, body_frame, trip_count
 
 MULTIPLE = 16
 """What the sizes of a product in 8 bits are multiples of."""
@@ -119,11 +119,11 @@ def products(text: str) -> Counter[Product]:
     """
     module = parse(text)
     found: Counter[Product] = Counter()
-    _add(found, Frame(module, module.entry), 1)
+    _add(found, ValueFrame(module, module.entry), 1)
     return found
 
 
-def _add(found: Counter[Product], frame: Frame, times: int) -> None:
+def _add(found: Counter[Product], frame: ValueFrame, times: int) -> None:
     for instruction in frame.computation:
         match instruction.base:
             case "while":

@@ -27,7 +27,7 @@ import halfstep
 from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, vit
 from benchmarks._report import parser, report, table
 from benchmarks._steps import DONATED, VARIANTS, arguments
-from halfstep._preflight.errors import RefusedError
+from halfstep._preflight.preflight_errors import RefusedError
 
 MODULE = "benchmarks.memory"
 Gemm = Literal["library", "triton"]

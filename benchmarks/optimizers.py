@@ -23,7 +23,7 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._report import parser, report, table, write
 from halfstep import optim
-from halfstep._preflight.errors import RefusedError
+from halfstep._preflight.preflight_errors import RefusedError
 
 MODULE = "benchmarks.optimizers"
 SHAPE = (4096, 12288)

@@ -24,7 +24,7 @@ import halfstep
 from benchmarks import _llama
 from benchmarks._report import parser, report, table, write
 from halfstep import optim
-from halfstep._preflight.errors import RefusedError
+from halfstep._preflight.preflight_errors import RefusedError
 from tests.models.stack import Stack as Model, gradients_first, mlp
 
 MODULE = "benchmarks.release"

@@ -31,7 +31,7 @@ from benchmarks._report import parser, report, table
 from benchmarks._scale_steps import ALL, DONATED, GROUPS, RECIPES, Size, model
 from benchmarks._scale_tables import sent
 from halfstep._preflight import ACCELERATORS
-from halfstep._preflight.errors import RefusedError
+from halfstep._preflight.preflight_errors import RefusedError
 from halfstep._preflight.target.targets import parse_target
 
 MODULE = "benchmarks.scale"

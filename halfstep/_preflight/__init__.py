@@ -1,23 +1,23 @@
-"""Will a step fit, on hardware that is not there?"""
+"""Compile a training step for hardware that is not there, and say whether it fits."""
 
-from halfstep._preflight.api import (
+from halfstep._preflight.hlo.analysis import Collective as Collective, Contraction as Contraction
+from halfstep._preflight.hlo.products import F8Count as F8Count, Product as Product
+from halfstep._preflight.interface import (
     Gemm as Gemm,
     Preflight as Preflight,
     preflight as preflight,
 )
-from halfstep._preflight.errors import (
+from halfstep._preflight.preflight_errors import (
     DoesNotFitError as DoesNotFitError,
     PreflightError as PreflightError,
 )
-from halfstep._preflight.hlo.analysis import Collective as Collective, Contraction as Contraction
-from halfstep._preflight.hlo.products import F8Count as F8Count, Product as Product
 from halfstep._preflight.report.changes import Change as Change
-from halfstep._preflight.report.comparison import (
+from halfstep._preflight.report.preflight_comparison import (
     EntryComparison as EntryComparison,
     PreflightComparison as PreflightComparison,
 )
-from halfstep._preflight.report.entry import PreflightEntry as PreflightEntry
-from halfstep._preflight.report.report import PreflightReport as PreflightReport
+from halfstep._preflight.report.preflight_entry import PreflightEntry as PreflightEntry
+from halfstep._preflight.report.preflight_report import PreflightReport as PreflightReport
 from halfstep._preflight.report.roles import Argument as Argument
 from halfstep._preflight.report.roofline import Roofline as Roofline
 from halfstep._preflight.search import LargestBatch as LargestBatch

@@ -1,4 +1,4 @@
-"""The largest batch that fits, by doubling and then halving."""
+"""Search for the largest batch that fits, by doubling and then by interpolating or halving."""
 
 import dataclasses
 import html as escaping
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from halfstep._base import Report, aligned, html_table, size
-from halfstep._preflight.errors import DoesNotFitError, PreflightError
-from halfstep._preflight.report.entry import PreflightEntry
+from halfstep._preflight.preflight_errors import DoesNotFitError, PreflightError
+from halfstep._preflight.report.preflight_entry import PreflightEntry
 
 _HEAD = (("batch", True), ("peak", True), ("verdict", False))
 
@@ -111,6 +111,7 @@ def search(
             f"{size(entry.peak_bytes)} of {size(entry.usable_bytes)} usable. "
             f"Try more devices, or a smaller model. {' '.join(entry.notes)}".rstrip()
         )
+    # Both count multiples. `low` is known to fit; `high` is tried next, until one does not fit.
     low, high = 1, 2
     top = maximum // multiple_of
     while high <= top and fits(high):
@@ -121,6 +122,9 @@ def search(
             high = top + 1
         else:
             high = top
+    # A compile takes tens of seconds, and bisection one per bit of the answer; the line most often
+    # needs two. It is trusted while each round at least halves the bracket, as bisection would:
+    # memory has jumps where the compiler decides otherwise for a larger batch.
     straight = True
     while high - low > 1:
         width = high - low

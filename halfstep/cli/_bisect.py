@@ -7,6 +7,7 @@ from typing import Any
 
 from halfstep.cli._command import (
     CommandError,
+    Commands,
     add_command,
     add_json,
     add_maker,
@@ -36,7 +37,7 @@ The exit status is 0 if the policy is good as it is, 1 if rules are needed, and
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=sys.stderr.isatty(),
             )
         except ValueError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(f"{error}") from error
     if arguments.output:
         found.save(arguments.output)
     answer(arguments, str(found), found.to_json())
@@ -85,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _batches(name: str, given: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    # A tuple is the arguments of one batch, a list is several batches.
     if isinstance(given, tuple):
         return [given]
     if not given or not all(isinstance(batch, tuple) for batch in given):

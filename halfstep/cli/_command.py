@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from halfstep._policy import Policy
 
@@ -27,8 +27,17 @@ jax.ShapeDtypeStructs), of which the first holds the parameters:
 """
 
 
+@runtime_checkable
+class Commands(Protocol):
+    """What `argparse` returns for subcommands, whose type has a private name there."""
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        """Add a subcommand."""
+        ...
+
+
 def add_command(
-    commands: Any,
+    commands: Commands,
     name: str,
     run: Callable[[argparse.Namespace], int],
     *,
@@ -59,6 +68,7 @@ def share(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
+        # Out of range, so that text, NaN and numbers beyond the range have one message.
         value = -1.0
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"required a share from 0 to 1; got {text!r}")
@@ -74,7 +84,7 @@ def policy(text: str) -> Policy:
             f"cannot read {text!r}: {error.strerror}. Give a file that Policy.save has written"
         ) from error
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{error}") from error
 
 
 # Answers: text for people, JSON for programs.
@@ -87,7 +97,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def kept_apart(arguments: argparse.Namespace) -> Generator[None]:
-    """What the user's code prints in here does not get into JSON on standard output."""
+    """Keep what the user's code prints out of JSON on standard output."""
     # Now, not after minutes of work.
     if arguments.json != "-":
         check_writable(arguments.json)
@@ -130,6 +140,7 @@ def check_writable(name: str | None, *, endings: tuple[str, ...] = ()) -> None:
         raise CommandError(
             f"cannot write {name!r}: there is no folder {str(path.parent)!r}. Make it first."
         )
+    # Asked, not tried: opening the file would empty it, and the command may fail later.
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "it is a folder" if path.is_dir() else "permission denied"
         raise CommandError(f"cannot write {name!r}: {why}. Give another name.")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from halfstep._base import TESTED_JAX, TESTED_PYTHON, aligned
-from halfstep.cli._command import add_command, add_json, answer, kept_apart
+from halfstep.cli._command import Commands, add_command, add_json, answer, kept_apart
 from halfstep.cli._facts import Facts, expanded, gather, version_of
 from halfstep.cli._pitfalls import Pitfall, pitfalls
 
@@ -43,7 +43,7 @@ ENABLES: Mapping[str, str] = MappingProxyType(
 _TESTED = tuple(zip(TESTED_JAX, TESTED_PYTHON, strict=True))
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(facts: Facts, found: Sequence[Pitfall], devices: Sequence[str] | None) -> str:
-    """What there is to say, as text."""
+    """Write the report as text."""
     listed = "not asked; halfstep doctor --devices starts JAX and lists them"
     if devices is not None:
         listed = ", ".join(devices)
@@ -124,12 +124,13 @@ def _made(facts: Facts, found: Sequence[Pitfall], devices: Sequence[str] | None)
 
 
 def _packages(facts: Facts) -> dict[str, tuple[str | None, str]]:
-    """What halfstep requires; what JAX requires; and the plugins that are there."""
+    """List what halfstep requires, what JAX requires, and the plugins that are installed."""
     found: dict[str, tuple[str | None, str]] = {}
     for one in (*facts.needed, *(one for one in facts.requires["jax"] if not one.extra)):
         found.setdefault(one.name, (version_of(facts, one.name), one.versions))
     for one in facts.requires["jax"]:
         version = version_of(facts, one.name)
+        # Of what JAX has extras for, only plugins that are there are of interest.
         if one.extra and version and ("plugin" in one.name or one.name == "libtpu"):
             found.setdefault(one.name, (version, one.versions))
     return found

@@ -3,11 +3,11 @@
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from halfstep._explain import ExplainReport, LintError, explain
 from halfstep.cli._command import (
     LOSS,
+    Commands,
     add_command,
     add_json,
     add_maker,
@@ -38,7 +38,7 @@ lowered (with --f8: not in 8 bits), and 2 if there is no answer.
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add `explain` and `lint`, which judges what `explain` says."""
     parser = add_command(
         commands,

@@ -1,4 +1,4 @@
-"""What there is to know about this installation and this machine, without starting anything."""
+"""Collect facts about this installation and this machine, without starting a backend."""
 
 import dataclasses
 import importlib.metadata
@@ -35,6 +35,12 @@ _BITS16 = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdh
 
 # What distributions require, by their metadata.
 
+# A small part of PEP 440 and PEP 508, by hand. `packaging` has all of it, but it is no dependency
+# of halfstep, and neither jax, equinox, optax and jaxtyping nor what they require brings it, on the
+# oldest supported versions as on the newest (absl-py, jaxlib, ml-dtypes, numpy, opt-einsum, scipy,
+# typing-extensions, wadler-lindig); the test environments have it for other reasons. A command that
+# says what is missing must need nothing that may be missing. So only releases are compared, without
+# pre-releases and local versions, which is all that the requirements of halfstep and JAX have.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?\s*([^;]*)(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
@@ -70,7 +76,7 @@ class Requirement:
         return cls(name, inner, versions.strip(" ()"), extra[1] if extra else "")
 
     def allows(self, version: str) -> bool:
-        """Whether a version is one of those that are required."""
+        """Return whether a version is one of those that are required."""
         return all(_allows(part.strip(), version) for part in self.versions.split(",") if part)
 
     def __str__(self) -> str:
@@ -83,7 +89,7 @@ Requires = Mapping[str, tuple[Requirement, ...]]
 
 
 def requires(name: str) -> tuple[Requirement, ...]:
-    """What a distribution requires, of itself and for its extras."""
+    """List what a distribution requires, also for its extras."""
     try:
         lines = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -92,7 +98,7 @@ def requires(name: str) -> tuple[Requirement, ...]:
 
 
 def expanded(of: Requires, name: str, extra: str) -> Iterator[Requirement]:
-    """What an extra requires, the extras of others that it asks for included."""
+    """List what an extra requires, with the extras of others that it asks for."""
     for one in of.get(name, ()):
         if one.extra == extra:
             yield one
@@ -115,10 +121,12 @@ def _allows(part: str, version: str) -> bool:
     if found[3]:
         same = has[: len(bound)] == bound
         return same if sign == "==" else not same
+    # PEP 440 compares 1.2 and 1.2.0 as equal.
     length = max(len(has), len(bound))
     has, bound = (numbers + (0,) * (length - len(numbers)) for numbers in (has, bound))
     return {
         ">=": has >= bound,
+        # The upper end of `~=` is not looked at: no requirement that is read here has one.
         "~=": has >= bound,
         "<=": has <= bound,
         "==": has == bound,
@@ -193,10 +201,13 @@ def version_of(facts: Facts, name: str) -> str | None:
 
 
 def _normal(name: str) -> str:
+    # PEP 503: names of distributions are compared without case, and with one kind of separator.
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _accelerators(devices: pathlib.Path) -> tuple[str, ...]:
+    # Device files, because `jax.devices()` would start the backend, which takes a GPU's memory and
+    # locks a TPU.
     marks = {"cuda": "nvidia[0-9]*", "rocm": "kfd", "tpu": "accel[0-9]*"}
     if not devices.is_dir():
         return ()
@@ -204,6 +215,7 @@ def _accelerators(devices: pathlib.Path) -> tuple[str, ...]:
 
 
 def _native16(path: pathlib.Path) -> tuple[str, ...] | None:
+    # macOS has no /proc, and every Apple processor of this kind has 16-bit arithmetic.
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ("asimdhp",)
     try:

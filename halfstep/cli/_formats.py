@@ -14,7 +14,7 @@ import numpy as np
 
 from halfstep._base import FORMATS, Format, aligned
 from halfstep._policy import RECIPES
-from halfstep.cli._command import add_command, add_json, answer, kept_apart
+from halfstep.cli._command import Commands, add_command, add_json, answer, kept_apart
 
 _DESCRIPTION = """\
 Print the number formats: how many bits, the largest and the smallest number, and
@@ -93,6 +93,8 @@ def _exponent(exact: Fraction) -> int:
     if not exact:
         return 0
     top, bottom = abs(exact.numerator), exact.denominator
+    # Exact, unlike `math.log2`, which rounds just below a power of two. The guess is one too high
+    # or right.
     guess = top.bit_length() - bottom.bit_length()
     return guess if Fraction(2) ** guess <= abs(exact) else guess - 1
 
@@ -110,6 +112,7 @@ def _note(exact: Fraction, value: float, row: Format) -> str:
 
 
 def _bits(made: np.ndarray, row: Format) -> str:
+    # Formats of fewer than 8 bits are stored in a byte of their own; what is above them is cut off.
     raw = int.from_bytes(made.tobytes(), "little") & (2**row.bits - 1)
     text = f"{raw:0{row.bits}b}"
     exponent = 1 + int(jnp.finfo(row.dtype).nexp)
@@ -119,7 +122,7 @@ def _bits(made: np.ndarray, row: Format) -> str:
 # The command.
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -208,4 +211,4 @@ def _number(text: str) -> tuple[str, Fraction]:
     try:
         return text, number(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{error}") from error

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def load(text: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
+        # Functions only: names of classes and modules that a script imports would be bad advice.
         own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         near = difflib.get_close_matches(name, own, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -44,6 +46,7 @@ def load_loss(name: str) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any
     """The loss that the user's function makes, and its arguments."""
     make = load(name)
     try:
+        # Bound first, so that a TypeError of the function itself is not taken for a wrong call.
         inspect.signature(make).bind()
     except TypeError as error:
         raise CommandError(
@@ -54,9 +57,9 @@ def load_loss(name: str) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any
 
 
 def checked_pair(
-    name: str, made: Any, what: str
+    name: str, made: object, what: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]:
-    """What the user's function has returned, if it is a function and a tuple of its arguments."""
+    """Check that the user's function has returned a function and a tuple of its arguments."""
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise CommandError(
             f"{name} must return a {what} and a tuple of its arguments, ({what}, args); "
@@ -71,13 +74,13 @@ def checked_pair(
     return made
 
 
-def _kind(made: Any) -> str:
+def _kind(made: object) -> str:
     if isinstance(made, tuple):
         return f"({', '.join(type(part).__name__ for part in made)})"
     return f"a {type(made).__name__}"
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> types.ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = pathlib.Path(name)
@@ -90,6 +93,7 @@ def _module(name: str) -> Any:
         # Not for any file that ends with .py: each of them has a loader.
         raise CommandError(f"{name!r} cannot be imported as Python. Give a file of Python.")
     module = importlib.util.module_from_spec(spec)
+    # Before it runs, as `import` does: dataclasses and pickle look a module up by its name.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

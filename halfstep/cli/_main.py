@@ -1,17 +1,16 @@
-"""The command: one subcommand per question, and a script with which shells complete it."""
+"""Run the command: one subcommand per question, and a script with which shells complete it."""
 
 import argparse
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 
 from halfstep._version import __version__
 from halfstep.cli import _bisect, _doctor, _explain, _formats, _preflight, _replay
-from halfstep.cli._command import CommandError, add_command
+from halfstep.cli._command import CommandError, Commands, add_command
 
 _EPILOG = """\
 examples:
@@ -61,7 +60,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command can be given."""
+    """Make the parser of the whole command."""
     made = argparse.ArgumentParser(
         prog="halfstep",
         description="Mixed-precision training for JAX, from the command line.",
@@ -87,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         sys.stderr.write(f"halfstep: {error}\n")
         return 2
+    # 130 is what shells report for a command that Ctrl-C ended (128 + SIGINT).
     except KeyboardInterrupt:
         sys.stderr.write("halfstep: interrupted\n")
         return 130
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # Completion by shells.
 
 
-def _add_completion(commands: Any) -> None:
+def _add_completion(commands: Commands) -> None:
     made = add_command(
         commands,
         "completion",
@@ -120,6 +120,7 @@ def _complete(arguments: argparse.Namespace) -> int:
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
     """The script of a shell for a command."""
     try:
+        # Imported here, because it is an extra that no other command needs.
         import shtab
     except ModuleNotFoundError as error:
         raise CommandError(
@@ -135,6 +136,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    # argparse has no public way to list what was added; shtab itself reads the same attribute.
     for action in parser._actions:
         yield action
         # Of commands, the choices are their parsers.

@@ -1,4 +1,4 @@
-"""What is known to go wrong: how it is found, what it causes, and what to type."""
+"""Find known pitfalls of an installation: what was found, what it causes, and what to type."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -98,6 +98,7 @@ def _plugins(facts: Facts) -> Iterator[Pitfall]:
             continue
         seen.add(one.name)
         if not one.allows(version):
+            # The extra without "-local" brings the CUDA libraries of the same version along.
             extra = one.extra.removesuffix("-local")
             yield Pitfall(
                 "wrong",

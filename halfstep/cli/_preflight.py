@@ -23,6 +23,7 @@ from halfstep._preflight import (
 )
 from halfstep.cli._command import (
     CommandError,
+    Commands,
     add_command,
     add_json,
     answer,
@@ -61,7 +62,7 @@ halfstep preflight after.json --compare before.json --fail-if-worse 5
 _PLOTS = (".png", ".pdf", ".svg")
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -145,7 +146,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     check_writable(arguments.plot, endings=_PLOTS)
     if arguments.fail_if_worse is not None and arguments.compare is None:
-        raise CommandError("--fail-if-worse compares: add --compare before.json.")
+        raise CommandError(
+            f"--fail-if-worse {arguments.fail_if_worse:g} needs an earlier report to compare with; "
+            "there is none. Add --compare before.json."
+        )
     # Now, not after minutes of work.
     before = None if arguments.compare is None else _saved(arguments.compare)
     entries = _entries(arguments)
@@ -153,25 +157,23 @@ def run(arguments: argparse.Namespace) -> int:
     comparison = None if before is None else report.compare(before)
     _show(report, comparison, arguments)
     misses = any(entry is None for entry in entries)
-    try:
-        if comparison is not None and arguments.fail_if_worse is not None:
-            comparison.check(peak=arguments.fail_if_worse / 100)
-    except LintError as error:
-        sys.stderr.write(f"{error}\n")
-        misses = True
-    try:
-        if arguments.f8 is not None:
-            report.check(f8=arguments.f8)
-    except LintError as error:
-        sys.stderr.write(f"{error}\n")
-        misses = True
-    try:
-        if arguments.require_fit:
-            report.require_fit()
-    except DoesNotFitError as error:
-        sys.stderr.write(f"{error}\n")
-        misses = True
+    if comparison is not None and arguments.fail_if_worse is not None:
+        misses |= _fails(comparison.check, peak=arguments.fail_if_worse / 100)
+    if arguments.f8 is not None:
+        misses |= _fails(report.check, f8=arguments.f8)
+    if arguments.require_fit:
+        misses |= _fails(report.require_fit)
     return 1 if misses else 0
+
+
+def _fails(check: Callable[..., None], **options: float) -> bool:
+    """Return whether a check of a report raises; what it says is printed."""
+    try:
+        check(**options)
+    except (LintError, DoesNotFitError) as error:
+        sys.stderr.write(f"{error}\n")
+        return True
+    return False
 
 
 def _entries(arguments: argparse.Namespace) -> list[PreflightEntry | None]:
@@ -188,23 +190,27 @@ def _entries(arguments: argparse.Namespace) -> list[PreflightEntry | None]:
             return list(_saved(arguments.make_step).entries)
     if not arguments.target:
         raise CommandError(
-            "the following arguments are required: --target. Write --target h100, say."
+            f"to compile {arguments.make_step}, --target is required and was not given. Write "
+            "--target h100, say."
         )
     if arguments.largest_batch and arguments.batch:
-        raise CommandError("--largest-batch looks for the batch itself; leave --batch out.")
+        raise CommandError(
+            "--largest-batch looks for the batch itself; got --batch "
+            f"{','.join(map(str, arguments.batch))} with it. Leave one of them out."
+        )
     with kept_apart(arguments):
         make = _maker(arguments)
         try:
             return list((_search if arguments.largest_batch else _sweep)(make, arguments))
         except PreflightError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(f"{error}") from error
 
 
 def _saved(name: str) -> PreflightReport:
     try:
         return PreflightReport.load(name)
     except PreflightError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"{error}") from error
 
 
 def _sweep(make: Callable[..., Any], arguments: argparse.Namespace) -> Iterator[PreflightEntry]:
@@ -271,7 +277,7 @@ def _show(
         if arguments.plot and report.entries:
             report.plot(arguments.plot)
     except (OSError, ModuleNotFoundError) as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(f"{error}") from error
 
 
 def _maker(arguments: argparse.Namespace) -> Callable[..., Any]:
@@ -301,7 +307,7 @@ def _target(text: str) -> Target:
     try:
         return parse_target(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{error}") from error
 
 
 def _texts(text: str) -> list[str]:

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-from typing import Any
 
 from halfstep._base import dtype_name
 from halfstep._policy import Policy
 from halfstep.cli._command import (
     CommandError,
+    Commands,
     add_command,
     add_json,
     add_maker,
@@ -35,7 +35,7 @@ is no answer.
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand to the command."""
     parser = add_command(
         commands,
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _short(arguments.policy)
     with kept_apart(arguments):
         name, make = arguments.make_step, load(arguments.make_step)
+        # Float32 tells a range that is too small from a bug that no policy causes.
         for which in dict.fromkeys((chosen, "f32")):
             step, args = checked_pair(name, make(which), "step")
             try:

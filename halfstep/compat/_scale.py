@@ -1,12 +1,15 @@
-"""Loss scales of libraries that take any number."""
+"""Round loss scales of libraries that take any number to what the core takes."""
 
 import math
-from typing import Any
+from typing import SupportsFloat
 
 import jax
 
+# Growth in jmp and jaxamp ends where float32 does; of this scale the reciprocal is still normal.
+CEILING = 2.0**126
 
-def power_of_two_below(value: Any, name: str) -> float:
+
+def power_of_two_below(value: SupportsFloat, name: str) -> float:
     """A scale as these libraries accept it, any positive number, rounded down to a power of two.
 
     The core takes powers of two only. Whatever a loss is multiplied by is divided out again, so a

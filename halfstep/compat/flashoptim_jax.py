@@ -15,19 +15,23 @@ parameters over.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
+from halfstep._training import Verdict
 from halfstep.optim import FlashState
 from halfstep.optim._flash import FlashRule, flash
 from halfstep.optim._layout import StateOptions, options_of
 from halfstep.optim._transform import Transformation
 from halfstep.quant import join, split
 
+# More elements than any leaf has: with it as the smallest size to compress, none is.
 _EVERYTHING = 1 << 62
+_T = TypeVar("_T")
 
 
 class FlashAdamState(NamedTuple):
@@ -53,6 +57,9 @@ class FlashSGDState(NamedTuple):
     count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Any
     ecc: Any
+
+
+_State = FlashAdamState | FlashLionState | FlashSGDState
 
 
 class FlashOptimizer(optax.GradientTransformationExtraArgs):
@@ -160,10 +167,10 @@ def flash_sgdw(
 
 
 def _sgd(
-    rate: Any,
+    rate: ArrayLike | optax.Schedule,
     momentum: float,
     dampening: float,
-    decay: Any,
+    decay: ArrayLike,
     nesterov: bool,
     coupled: bool,
     options: StateOptions,
@@ -199,27 +206,34 @@ def _options(
     )
 
 
-def _wrapped(tx: Transformation, kind: Any) -> FlashOptimizer:
+def _wrapped(optimizer: Transformation, kind: type[_State]) -> FlashOptimizer:
     """An optimizer whose state has flashoptim-jax's names."""
+    # Optax types its trees so that a module is none; at run time it takes any.
+    inner: Any = optimizer
 
-    def theirs(state: Any) -> Any:
+    def theirs(state: FlashState) -> _State:
         found = {"count": state.count, "mu": state.first, "nu": state.second, "ecc": state.low}
         return kind(**{name: found[name] for name in kind._fields})
 
-    def ours(params: Any, state: Any) -> Any:
+    def ours(params: object, state: _State) -> FlashState:
+        # States of Lion and SGD have no second moment; ours has a tree of `None` there.
         nothing = jax.tree.map(lambda _: None, params)
         return FlashState(state.count, state.ecc, state.mu, getattr(state, "nu", nothing))
 
-    def init(params: Any) -> Any:
-        return theirs(tx.init(params))
+    def init(params: object) -> _State:
+        return theirs(inner.init(params))
 
-    def step(params: Any, state: Any, grads: Any, finite: Any = None) -> tuple[Any, Any]:
-        params, made = tx.step(params, ours(params, state), grads, finite)
+    def step(
+        params: _T, state: _State, grads: object, finite: ArrayLike | Verdict | None = None
+    ) -> tuple[_T, _State]:
+        params, made = inner.step(params, ours(params, state), grads, finite)
         return params, theirs(made)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        found: Any = tx.update(updates, ours(params, state), params, **extra)
-        return found[0], theirs(found[1])
+    def update(
+        updates: _T, state: _State, params: object = None, **extra: Any
+    ) -> tuple[_T, _State]:
+        updates, made = inner.update(updates, ours(params, state), params, **extra)
+        return updates, theirs(made)
 
     pair: Any = (init, update)
     made = FlashOptimizer(*pair)
@@ -274,6 +288,7 @@ def split_leaf(
         raise ValueError(
             f"a split is into bfloat16 and the rest; got narrow_dtype={jnp.dtype(narrow_dtype)}."
         )
+    # 24 bits are the 16 of bfloat16 and 8 of the rest; 32 are all.
     return split(theta.astype(jnp.float32), bits=8 if master_weight_bits == 24 else 16)
 
 

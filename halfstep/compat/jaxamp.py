@@ -30,7 +30,7 @@ from halfstep._policy import (
     is_castable,
 )
 from halfstep._training import vary, varying_axes
-from halfstep.compat._scale import power_of_two_below
+from halfstep.compat._scale import CEILING, power_of_two_below
 
 __all__ = (
     "DynamicLossScaler",
@@ -48,10 +48,8 @@ T = TypeVar("T")
 AmpPolicy = Mapping[Any, PrecisionFunction]
 """Precision functions by primitive, or by the name of a `jax.named_scope`."""
 
+_Scaling = _training.AbstractLossScaling
 _STOP = "amp_stop"
-
-# jaxamp's growth ends where float32 does; this is the largest scale whose reciprocal is normal.
-_CEILING = 2.0**126
 
 
 # Precision functions.
@@ -144,6 +142,8 @@ def amp(
     """
     if fun is None:
         return functools.partial(amp, compute_dtype=compute_dtype, amp_policy=amp_policy)
+    # `every_rule=False`: a policy of jaxamp is written once for many functions, while an own rule
+    # that matches nothing is an error.
     policy = Policy(compute=compute_dtype, rules=tuple(_rules(amp_policy)))
     return rewritten(fun, settings_of(policy), params={0}, every_rule=False)
 
@@ -192,6 +192,7 @@ class _Entry:
 def _outermost(scope: str, names: Sequence[str]) -> str | None:
     """Of some scopes' names, the one that is active on the outermost level."""
     active = scope.split("/")
+    # A name may itself have slashes, `"block/attention"`, and then ends at a level.
     for level in range(1, len(active) + 1):
         for name in names:
             wanted = name.split("/")
@@ -243,7 +244,7 @@ class DynamicScalerState(_training.DynamicLossScaling):
         super().__init__(
             initial,
             min(1.0, initial),
-            _CEILING,
+            CEILING,
             period=int(patience),
             factor=_training.power_of_two(adjust_factor, "adjust_factor"),
         )
@@ -305,20 +306,28 @@ def dynamic_scale_value_and_grad(
         raise ValueError(f"`redo_on_nan` is a whole number, 0 or more; got {redo_on_nan}.")
     transform: Callable[..., Any] = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
-    def attempt(state: Any, args: Any, kwds: Any) -> tuple[Any, Any, Any]:
+    def attempt(
+        state: _Scaling, args: tuple[Any, ...], kwds: dict[str, Any]
+    ) -> tuple[_Scaling, Array, Any]:
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             result = fun(*args, **kwds)
             loss, _ = result if has_aux else (result, None)
             return state.scale(loss), result
 
+        # The result is handed through as auxiliary output, so that the value that is returned was
+        # never scaled.
         (_, result), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
         grads = state.unscale(grads)
         loss_finite = _training.all_finite(result[0] if has_aux else result)
         finite = loss_finite & _training.all_finite(grads)
+        # Repeated only if the loss is finite and gradients are not: a smaller scale helps against
+        # an overflow of the backward pass alone.
         return state.adjust(finite), loss_finite & ~finite, (result, grads)
 
     @functools.wraps(fun)
-    def value_and_grad(*args: Any, dynamic_scaler_state: Any, **kwds: Any) -> tuple[Any, Any]:
+    def value_and_grad(
+        *args: Any, dynamic_scaler_state: _Scaling, **kwds: Any
+    ) -> tuple[_Scaling, Any]:
         if not redo_on_nan:
             state, _, result = attempt(dynamic_scaler_state, args, kwds)
             return state, result
@@ -363,26 +372,29 @@ def dynamic_scale_grad(
 
 
 def _repeated(
-    attempt: Callable[..., tuple[Any, Any, Any]], state: T, call: Any, limit: int
+    attempt: Callable[..., tuple[T, Array, Any]], state: T, call: tuple[Any, ...], limit: int
 ) -> tuple[T, Any]:
     """Attempt a call until it need not be repeated, at most `limit` times. It is compiled once."""
     # Handed over and not closed over: arrays would else be written into the program.
     given, static = eqx.partition(call, eqx.is_array)
+    # What is no array cannot be carried by a loop. It is the same in every attempt, and kept aside
+    # while tracing.
     others: list[Any] = []
 
     @jax.jit
-    def once(state: T, given: Any) -> tuple[T, Any, Any]:
+    def once(state: T, given: tuple[Any, ...]) -> tuple[T, Array, Any]:
         state, again, result = attempt(state, *eqx.combine(given, static))
         arrays, rest = eqx.partition(result, eqx.is_array)
         others[:] = [rest]
         return state, again, arrays
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[T, Array, Array, Any]) -> tuple[T, Array, Array, Any]:
         state, number, _, _ = carry
         state, again, arrays = once(state, given)
         return state, number + 1, again, arrays
 
     state = jtu.tree_map(jnp.asarray, state)
+    # The carry needs a first value of the right types, which no attempt has made yet.
     _, _, shapes = jax.eval_shape(once, state, given)
     blank = jtu.tree_map(_blank, shapes)
     state, _, _, arrays = jax.lax.while_loop(
@@ -394,4 +406,5 @@ def _repeated(
 
 
 def _blank(like: jax.ShapeDtypeStruct) -> Array:
+    # Inside `shard_map` the carry must also vary over the same axes as what replaces it.
     return vary(jax.lax.full(like.shape, 0, like.dtype), tuple(varying_axes(like)))

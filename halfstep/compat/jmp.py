@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 from halfstep import _policy, _training
 from halfstep._base import DTypeLike, dtype_name, half_precision, parse_dtype
 from halfstep._policy import cast_tree
-from halfstep.compat._scale import power_of_two_below
+from halfstep.compat._scale import CEILING, power_of_two_below
 
 __all__ = (
     "DynamicLossScale",
@@ -35,9 +35,6 @@ __all__ = (
 )
 
 T = TypeVar("T")
-
-# jmp's growth ends where float32 does; this is the largest scale whose reciprocal is normal.
-_CEILING = 2.0**126
 
 # jmp writes float32 as "full"; its other names are halfstep's.
 _NAMES = MappingProxyType({"f32": "full"})
@@ -157,7 +154,7 @@ class DynamicLossScale(_training.DynamicLossScaling):
         super().__init__(
             power_of_two_below(loss_scale, "loss_scale"),
             power_of_two_below(min_loss_scale, "min_loss_scale"),
-            _CEILING,
+            CEILING,
             period=period,
             factor=factor,
         )
@@ -207,7 +204,7 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every floating-point or complex number in a pytree is finite."""
+    """Return whether every floating-point or complex number in a pytree is finite."""
     return _training.all_finite(tree)
 
 
@@ -220,7 +217,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     if jtu.tree_structure(a) != jtu.tree_structure(b):
         return _training.select_tree(pred, a, b)  # Its error shows both structures.
 
-    def selectable(leaf: Any, other: Any) -> Any:
+    # Only numbers that differ: one that is the same in both stays a Python number, and static.
+    def selectable(leaf: object, other: object) -> Any:
         numbers = all(isinstance(x, bool | int | float | complex) for x in (leaf, other))
         return np.asarray(leaf) if numbers and leaf != other else leaf
 

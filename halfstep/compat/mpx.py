@@ -184,12 +184,13 @@ class DynamicLossScaling(_training.DynamicLossScaling):
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether every floating-point or complex number in a pytree is finite."""
+    """Return whether every floating-point or complex number in a pytree is finite."""
     return _training.all_finite(tree)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
     """The arrays of `a` if `pred`, else those of `b`; what is no array is taken from `a`."""
+    # halfstep's own refuses leaves that differ and are no arrays; mpx takes those of `a`.
     arrays, others = eqx.partition(a, is_array)
     return eqx.combine(_training.select_tree(pred, arrays, eqx.filter(b, is_array)), others)
 
@@ -268,6 +269,8 @@ def filter_value_and_grad(
             options: Any = {"policy": Policy(compute=half_precision_datatype(), mode="inputs")}
             applied = scaling
         else:
+            # Everything is kept as it is given: mpx casts nothing then, while policy f32 casts
+            # inputs of 16 bits.
             options = {"policy": "f32", "keep": ("**",)}
             applied = _training.NoLossScaling()
         transform = _training.filter_value_and_grad(

@@ -18,7 +18,7 @@ run continues with the period and the limits it was started with.
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
 import flax.serialization
 import jax.numpy as jnp
@@ -34,25 +34,29 @@ from halfstep._training import (
     Verdict,
 )
 
+_Node = DynamicLossScaling | StaticLossScaling | NoLossScaling | Ledger | Verdict | SiteState
+
 
 def _where(name: str, owner: type) -> str:
     return f"`{name}` of {owner.__name__} at `{flax.serialization.current_path()}`"
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if value is None:
         return "None"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     return repr(value) if dtype is None else f"{dtype}{list(shape or ())}"
 
 
-def _to_state_dict(node: Any) -> dict[str, Any]:
+def _to_state_dict(node: _Node) -> dict[str, Any]:
     values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     # Tuples are what Flax cannot write.
     return {n: json.dumps(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
-def _restore_array(value: Any, target: Any, name: str, owner: type) -> Any:
+def _restore_array(value: Any, target: object, name: str, owner: type) -> Any:
+    # Flax replaces arrays by others of any dtype and shape, and the next step would compile anew or
+    # fail.
     if _describe(value) != _describe(target):
         raise ValueError(
             f"{_where(name, owner)} must be {_describe(target)}, as in the target; the saved one "
@@ -61,9 +65,10 @@ def _restore_array(value: Any, target: Any, name: str, owner: type) -> Any:
     return None if value is None else jnp.asarray(value)
 
 
-def _restore_static(value: Any, target: Any, name: str, owner: type) -> Any:
+def _restore_static(value: object, target: object, name: str, owner: type) -> Any:
     if isinstance(target, tuple) and isinstance(value, str):
         return tuple(tuple(item) for item in json.loads(value))
+    # The one field that has a number or `None`; the types of the others are those of the target.
     kinds = (int, type(None)) if name == "limit" else (type(target),)
     if not isinstance(value, kinds) or isinstance(value, bool):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -74,7 +79,7 @@ def _restore_static(value: Any, target: Any, name: str, owner: type) -> Any:
     return value
 
 
-def _from_state_dict(target: Any, state: Any) -> Any:
+def _from_state_dict(target: _Node, state: object) -> _Node:
     owner = type(target)
     fields = {field.name: field for field in dataclasses.fields(target)}
     if not isinstance(state, dict) or set(state) != set(fields):
@@ -114,13 +119,14 @@ def _recipe_to_state_dict(node: F8Scaling) -> dict[str, Any]:
     }
 
 
-def _recipe_from_state_dict(target: F8Scaling, state: Any) -> F8Scaling:
+def _recipe_from_state_dict(target: F8Scaling, state: dict[str, Any]) -> F8Scaling:
     if state["recipe"] != target.recipe.name:
         raise ValueError(
             f"{_where('recipe', F8Scaling)} must be {target.recipe.name!r}, as in the target; the "
             f"saved one is {state['recipe']!r}. Restore into a target made the way the saved one "
             "was."
         )
+    # Before Flax compares the keys: its message would not say what a site is.
     check_sites(list(state["sites"]), list(target.sites))
     loss: Any = flax.serialization.from_state_dict(target.loss, state["loss"])
     sites: dict[str, Any] = {
@@ -138,7 +144,7 @@ def _recipe_from_state_dict(target: F8Scaling, state: Any) -> F8Scaling:
     )
 
 
-_register(DynamicLossScaling, StaticLossScaling, NoLossScaling, Ledger, Verdict, SiteState)
+_register(*get_args(_Node))
 flax.serialization.register_serialization_state(
     F8Scaling, _recipe_to_state_dict, _recipe_from_state_dict, override=True
 )

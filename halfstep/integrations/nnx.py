@@ -7,15 +7,17 @@ takes the module itself, as `nnx.value_and_grad` and `nnx.Optimizer` do.
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax.tree_util as jtu
 from flax import nnx
+from jaxtyping import Array, Bool
 
 from halfstep._base import argument_names, listed
 from halfstep._policy import Policy
 from halfstep._training import (
     AbstractLossScaling,
+    Verdict,
     filter_value_and_grad,
     gated,
     select_tree,
@@ -28,37 +30,38 @@ from halfstep._training import (
 _ALWAYS_COMMITTED = (nnx.RngState, nnx.Intermediate)
 
 Path = tuple[Any, ...]
+_State = nnx.State[Any, Any]
 
 
 class _Kept(NamedTuple):
     """The state of one call. A type of its own, so that no auxiliary output is taken for it."""
 
-    variables: Any
+    variables: _State
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> TypeGuard[nnx.Variable[Any]]:
     return isinstance(node, nnx.Variable)
 
 
-def _is_object(argument: Any) -> bool:
-    """Whether an argument can be changed in place: it has variables and is no pure state."""
+def _is_object(argument: object) -> bool:
+    """Return whether an argument can be changed in place: it has variables and is no pure state."""
     nodes = jtu.tree_leaves(argument, is_leaf=_is_variable)
     return not isinstance(argument, nnx.State) and any(map(_is_variable, nodes))
 
 
-def _is_kept(_path: Path, node: Any) -> bool:
+def _is_kept(_path: Path, node: object) -> bool:
     return _is_variable(node) and not isinstance(node, nnx.Param)
 
 
-def _flat(state: Any) -> dict[Path, Any]:
+def _flat(state: _State) -> dict[Path, Any]:
     return dict(nnx.to_flat_state(state))
 
 
-def _value(node: Any) -> Any:
+def _value(node: object) -> Any:
     return node.get_raw_value() if _is_variable(node) else node
 
 
-def _filled(state: Any, values: Any) -> Any:
+def _filled(state: _State, values: Mapping[Any, Any]) -> _State:
     """A state of the same variables with other values, given as nested dictionaries."""
     nodes = _flat(state)
     for path, node in nodes.items():
@@ -73,7 +76,7 @@ def _unused(name: str, taken: Sequence[str]) -> str:
     return name
 
 
-class _Call:
+class _ModuleCall:
     """One call of a function with NNX objects among its arguments, as a call of a pure function.
 
     All objects are split together, the model first, so that what two of them share stays shared.
@@ -101,10 +104,12 @@ class _Call:
         self.kwargs = {k: None if k in keywords else value for k, value in kwargs.items()}
         is_wrt = nnx.filterlib.to_predicate(wrt)
 
-        def is_trained(path: Path, node: Any) -> bool:
+        def is_trained(path: Path, node: object) -> bool:
             # The filter sees the path below the model, as in `nnx.state(model, wrt)`.
             return path[0] == 0 and is_wrt(path[1:], node)
 
+        # In this order, because each variable goes to the first filter that matches: what `wrt`
+        # selects is trained, though its type be state.
         self.graphdef, params, self.kept, self.frozen = nnx.split(
             self.objects, is_trained, _is_kept, ...
         )
@@ -117,10 +122,17 @@ class _Call:
         self.params = params[0]
 
     def run(
-        self, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any, frozen: Any
+        self,
+        params: _State,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kept: _State,
+        frozen: _State,
     ) -> tuple[Any, ...]:
         """The function's result, the kept variables as it left them, and those it created."""
         trained = nnx.State({0: params})
+        # Copies: this runs inside a trace, and tracers must not be written into the caller's
+        # objects.
         objects = nnx.merge(self.graphdef, trained, kept, frozen, copy=True)
         filled, keywords = list(args), dict(kwargs)
         for slot, value in zip(self.slots, objects, strict=True):
@@ -138,6 +150,8 @@ class _Call:
                     "in its place. Set it to another value instead."
                 )
         for path, node in constant.items():
+            # By identity: the values are tracers, and a variable that was not assigned to has the
+            # same one.
             if _value(after[path]) is not _value(node):
                 warnings.warn(
                     f"the function assigns to `{self._name(path)}`, which is a parameter or no "
@@ -145,6 +159,7 @@ class _Call:
                     "optimizer only. Keep state in an nnx.Variable.",
                     stacklevel=2,
                 )
+        # Variables that the first call makes, such as a cache or what a module sows.
         created = {p: node for p, node in after.items() if p not in constant and p not in known}
         same = {path: after[path] for path in known}
         return result, nnx.from_flat_state(same), nnx.from_flat_state(created)
@@ -154,11 +169,13 @@ class _Call:
         root = slot if isinstance(slot, str) else self.names[slot]
         return "/".join(map(str, (root, *path[1:])))
 
-    def commit(self, finite: Any, kept: Any, created: Any) -> None:
+    def commit(self, finite: Verdict | Bool[Array, ""], kept: _State, created: _State) -> None:
         """Write what the function left behind into the objects: statistics if `finite` only."""
         old, new = _flat(self.kept), _flat(kept)
         for path, node in new.items():
             if not isinstance(node, _ALWAYS_COMMITTED):
+                # Statistics of a batch that overflowed are not finite either, and would stay so in
+                # every later step.
                 value = select_tree(finite, _value(node), _value(old[path]))
                 new[path] = node.copy(value)
         nnx.update(self.objects, nnx.from_flat_state({**new, **_flat(created)}))
@@ -235,7 +252,7 @@ def value_and_grad(
     if "carry" in options:
         raise TypeError(
             "`carry` is not an option here: an NNX module's state is handed from microbatch to "
-            "microbatch by itself. Leave it out."
+            f"microbatch by itself; got {options['carry']!r}. Leave it out."
         )
     # Here only for its checks, so that a mistake is reported where it is written.
     filter_value_and_grad(
@@ -244,18 +261,22 @@ def value_and_grad(
 
     @functools.wraps(func)
     def with_objects(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        call = _Call(func, args, kwargs, wrt)
+        call = _ModuleCall(func, args, kwargs, wrt)
+        # The state goes in as keyword arguments, under names that the function does not use itself:
+        # positions, and the names that path rules look at, stay as they are.
         state_name = _unused(f"{call.names[0]}_state", call.names)
         frozen_name = _unused(f"{call.names[0]}_frozen", call.names)
 
         @functools.wraps(func)
-        def pure(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def pure(params: Mapping[Any, Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             kept, frozen = kwargs.pop(state_name).variables, kwargs.pop(frozen_name)
             trained = _filled(call.params, params)
             result, kept, created = call.run(trained, (None, *args), kwargs, kept, frozen)
             loss, aux = split_result(result, has_aux)
             return loss, (_Kept(kept), created, aux)
 
+        # Frozen variables count as parameters, so that autocast casts them once as it casts
+        # weights.
         params = (0, frozen_name, *listed(options.get("params", ())))
         gradient = filter_value_and_grad(
             pure,
@@ -344,6 +365,8 @@ def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwar
             "Optax optimizer on pure state use halfstep.optimizer_update."
         )
     model_def, params, rest = nnx.split(model, optimizer.wrt, ...)
+    # Split into pure state, since a gate chooses between pytrees; the objects are updated
+    # afterwards.
     optimizer_def, optimizer_state = nnx.split(optimizer)
 
     def commit(state: tuple[Any, Any]) -> tuple[Any, Any]:

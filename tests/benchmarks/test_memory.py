@@ -15,7 +15,7 @@ import halfstep
 from benchmarks import _figure, memory, render
 from benchmarks._models import Model, gpt, vit
 from benchmarks._steps import VARIANTS, arguments
-from halfstep._preflight.errors import RefusedError
+from halfstep._preflight.preflight_errors import RefusedError
 from tests._jaxprs import contractions
 from tests.preflight._compilers import need
 

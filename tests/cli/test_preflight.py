@@ -14,8 +14,8 @@ import jax
 import pytest
 
 import halfstep
-from halfstep._preflight import Target, api as _api
-from halfstep._preflight.compile.compiler import Compiled
+from halfstep._preflight import Target, interface as _interface
+from halfstep._preflight.compile.compiler import CompilerAnswer
 from halfstep._preflight.compile.lowering import Program
 from halfstep.cli import main
 from tests.cli import _steps
@@ -37,7 +37,7 @@ ENTRY %main (w: f32[32,32], x: f32[4,32]) -> f32[4,32] {
 """
 
 
-def made_up(program: Program, target: Target, **settings: Any) -> Compiled:
+def made_up(program: Program, target: Target, **settings: Any) -> CompilerAnswer:
     """Each example takes 1 GiB in float32 and half of that in 16 bits."""
     x = next(leaf for leaf in program.leaves if leaf.name == "x")
     temporaries = x.shape[0] * (GIB if x.dtype == "float32" else GIB // 2)
@@ -47,7 +47,7 @@ def made_up(program: Program, target: Target, **settings: Any) -> Compiled:
     if target.accelerator.platform == "tpu":
         gemm = None
         if temporaries > target.memory_bytes:
-            return Compiled({}, {}, "", flags, gemm, {}, exceeded="RESOURCE_EXHAUSTED: hbm")
+            return CompilerAnswer({}, {}, "", flags, gemm, {}, exceeded="RESOURCE_EXHAUSTED: hbm")
     memory = {
         "argument_size_in_bytes": arguments,
         "output_size_in_bytes": outputs,
@@ -55,7 +55,7 @@ def made_up(program: Program, target: Target, **settings: Any) -> Compiled:
         "temp_size_in_bytes": temporaries,
         "peak_memory_in_bytes": arguments + temporaries,
     }
-    return Compiled(memory, {}, HLO, flags, gemm, {"jax": jax.__version__})
+    return CompilerAnswer(memory, {}, HLO, flags, gemm, {"jax": jax.__version__})
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the made-up compiler was asked, call by call."""
     asked: list[dict[str, Any]] = []
 
-    def compile_program(program: Program, target: Target, **settings: Any) -> Compiled:
+    def compile_program(program: Program, target: Target, **settings: Any) -> CompilerAnswer:
         asked.append({"target": target.name, **settings})
         return made_up(program, target, **settings)
 
-    monkeypatch.setattr(_api, "compile_program", compile_program)
-    monkeypatch.setattr(_api, "compiler_versions", lambda platform: {})
+    monkeypatch.setattr(_interface, "compile_program", compile_program)
+    monkeypatch.setattr(_interface, "compiler_versions", lambda platform: {})
     # Needs the package flatbuffers, which is not everywhere.
     monkeypatch.setattr(jax.export.Exported, "serialize", lambda exported: b"")
     return asked
@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     ),
     "unknown target": ((MAKE_STEP, "--target", "h1000"), "Did you mean 'h100'?"),
     "size of a target": ((MAKE_STEP, "--target", "v5e:3x2"), "Write 'v5e:4x2'"),
-    "no target": ((MAKE_STEP,), "the following arguments are required: --target"),
+    "no target": ((MAKE_STEP,), "--target is required and was not given. Write --target h100"),
     "no mesh": ((MAKE_STEP, "--target", "h100:8"), "give `mesh=` and `shardings=`"),
     "another mesh": (
         (f"{STEPS}:sharded_over_four", "--target", "h100:8"),
@@ -373,7 +373,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     ),
     "worse than nothing": (
         (MAKE_STEP, *TO, "--fail-if-worse", "5"),
-        "--fail-if-worse compares: add --compare before.json",
+        "--fail-if-worse 5 needs an earlier report to compare with; there is none. Add --compare",
     ),
     "no percentage": (
         (MAKE_STEP, *TO, "--compare", "a.json", "--fail-if-worse", "much"),
@@ -382,7 +382,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "no number": ((MAKE_STEP, *TO, "--batch", "8,many"), "such as 64,128; got '8,many'"),
     "two ways to a batch": (
         (MAKE_STEP, *TO, "--batch", "8", "--largest-batch"),
-        "--largest-batch looks for the batch itself; leave --batch out",
+        "--largest-batch looks for the batch itself; got --batch 8 with it",
     ),
     "policies of both forms": (
         (MAKE_STEP, *TO, "--policy", "f32,p=f32,c=bf16"),
@@ -432,7 +432,7 @@ def test_a_missing_compiler(run: Run, compiles: list, monkeypatch: pytest.Monkey
     def missing(platform: str) -> None:
         raise halfstep.PreflightError(f"no compiler for {platform}; pip install it")
 
-    monkeypatch.setattr(_api, "compiler_versions", missing)
+    monkeypatch.setattr(_interface, "compiler_versions", missing)
     assert run(MAKE_STEP, *TO) == (2, "", "halfstep: no compiler for cuda; pip install it\n")
 
 
@@ -447,7 +447,7 @@ def test_interruption(run: Run, compiles: list, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_api, "compile_program", interrupted)
+    monkeypatch.setattr(_interface, "compile_program", interrupted)
     assert run(MAKE_STEP, *TO)[::2] == (130, "halfstep: interrupted\n")
 
 

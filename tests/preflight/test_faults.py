@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the compilers were there: the workers of these tests do not get to them."""
     monkeypatch.setattr(_compile, "compiler_versions", lambda platform: {"jax": "test"})
     monkeypatch.setattr(
-        "halfstep._preflight.api.compiler_versions", lambda platform: {"jax": "test"}
+        "halfstep._preflight.interface.compiler_versions", lambda platform: {"jax": "test"}
     )
 
 
@@ -292,8 +292,11 @@ def test_a_missing_extra(
     [
         ({"flags": ["--xla_cpu_x=1"]}, "got '--xla_cpu_x=1'"),
         ({"memory_fraction": 1.5}, "above 0 and at most 1; got 1.5"),
-        ({"targets": []}, 'no target given; write targets="h100"'),
-        ({"step": None}, "give a step, or variants by names of their own; got neither"),
+        ({"targets": []}, 'no target given; got targets=[]. Write targets="h100"'),
+        (
+            {"step": None},
+            "pass a step, or `variants`, a mapping of names to steps, each name once; got neither",
+        ),
         ({"variants": {"<lambda>": lambda x: x}}, "got the names"),
     ],
 )

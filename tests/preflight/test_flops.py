@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from halfstep._preflight.hlo.analysis import Contraction, analyze
-from halfstep._preflight.hlo.contractions import _valid_positions
+from halfstep._preflight.hlo.contraction_flops import _valid_positions
 from tests.preflight._programs import compiled, count, fixture
 
 F32 = ("float32", "float32", "float32")

@@ -1,1 +1,1 @@
-"""A step, lowered here and compiled by a real compiler in a process of its own."""
+"""Lower a step here, and compile it with a real compiler in another process."""

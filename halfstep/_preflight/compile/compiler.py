@@ -18,12 +18,15 @@ from typing import Any
 
 from halfstep._preflight.compile.lowering import Program
 from halfstep._preflight.compile.requirements import compiler_versions
-from halfstep._preflight.errors import PreflightError, RefusedError
+from halfstep._preflight.preflight_errors import PreflightError, RefusedError
 from halfstep._preflight.target.targets import Target
 
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
 # What the compilers print on every machine without an accelerator.
 _NOISE = re.compile(r"cudart_stub|absl::InitializeLog|could not determine TPU|InitGoogle")
+# Autotuning times candidates on the card, and there is none. Without it, Triton finds no tile sizes
+# for some large products ("Couldn't find output tile sizes"), which is why cuBLAS is the
+# alternative.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 _LIBRARY = "--xla_gpu_enable_triton_gemm=false"
 
@@ -32,7 +35,7 @@ _KEPT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompilerAnswer:
     """What a compiler said about a program."""
 
     memory: Mapping[str, int]
@@ -53,7 +56,7 @@ def compile_program(
     flags: Sequence[str] = (),
     timeout: float | None = None,
     cache: bool = True,
-) -> Compiled:
+) -> CompilerAnswer:
     """Compile a program for a target, or take the answer of an earlier compile."""
     versions = compiler_versions(program.platform)
     given = tuple(flag for flag in flags if flag.startswith(f"--xla_{_prefix(program.platform)}_"))
@@ -64,9 +67,10 @@ def compile_program(
     answer, hlo = _ask(program, target, given, versions, timeout, cache)
     failure = answer.get("error")
     if failure is None:
-        return Compiled(answer["memory"], answer["estimates"], hlo, given, made, versions)
+        return CompilerAnswer(answer["memory"], answer["estimates"], hlo, given, made, versions)
+    # XLA:TPU does not finish a program that is too large. That is an answer, and not an error.
     if exceeds_memory(failure):
-        return Compiled(
+        return CompilerAnswer(
             {}, {}, "", given, made, versions, exceeded=_first_lines(failure, 2).rstrip(".")
         )
     with_flags = f" with {' '.join(given)}" if given else ""
@@ -78,7 +82,9 @@ def compile_program(
 
 
 def exceeds_memory(message: str) -> bool:
-    """Whether a compiler gave up for want of memory on the device."""
+    """Return whether a compiler gave up for want of memory on the device."""
+    # Only `hbm`: the same status is given for the memory on the chip (vmem, smem), of which a
+    # larger device has no more.
     return "RESOURCE_EXHAUSTED" in message and re.search(r"\bhbm\b", message, re.I) is not None
 
 
@@ -143,6 +149,8 @@ def _ask(
         if not (folder / "answer.json").exists():
             raise PreflightError(_died(code, folder, target))
         answer = json.loads((folder / "answer.json").read_text())
+        # What failed is not kept: the next attempt may be on a machine that has what this one
+        # lacked.
         if "error" in answer:
             return answer, ""
         if cache:
@@ -159,11 +167,15 @@ def _environment(platform: str, flags: tuple[str, ...]) -> dict[str, str]:
         # What was set for computing here must not change what is compiled for elsewhere.
         if not name.startswith(("JAX_", "XLA_", "LIBTPU_", "TPU_"))
     }
+    # The plugins must not start: without a device, cuInit fails and libtpu looks for its hosts.
+    # 64-bit types are on because the arguments of a program that has them would be taken for 32-bit
+    # ones otherwise; programs that have none do not change.
     ours |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
     if platform == "cuda":
         return ours | {"XLA_FLAGS": " ".join(flags), "CUDA_VISIBLE_DEVICES": ""}
     return ours | {
         "LIBTPU_INIT_ARGS": " ".join(flags),
+        # libtpu would ask the cloud's metadata server which TPU this machine has.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_LOG_DIR": "disabled",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -176,7 +188,11 @@ def _run(
     folder: pathlib.Path, environment: dict[str, str], timeout: float | None, target: Target
 ) -> int:
     with (folder / "log").open("wb") as log:
+        # `-P` keeps the worker's own folder off the path, where modules of this package could be
+        # taken for others of the same name.
         command = [sys.executable, "-P", str(_WORKER), str(folder)]
+        # Standard input stays open and empty: the worker ends when it closes. A session of its own,
+        # so that what the compiler starts (ptxas) is ended with it.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -236,7 +252,7 @@ def _first_lines(text: str, count: int) -> str:
 
 
 def cache_dir() -> pathlib.Path:
-    """Where answers are kept: `$HALFSTEP_CACHE_DIR`, else `halfstep` in the user's cache."""
+    """Return where answers are kept: `$HALFSTEP_CACHE_DIR`, else in the user's cache folder."""
     own = os.environ.get("HALFSTEP_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return pathlib.Path(own if own else os.path.join(base, "halfstep")) / "preflight"
@@ -254,6 +270,7 @@ def load_answer(name: str) -> tuple[dict[str, Any], str] | None:
         answer = json.loads((entry / "answer.json").read_text())
         with gzip.open(entry / "program.hlo.gz", "rt") as file:
             text = file.read()
+        # The time of last use decides which entries are removed.
         os.utime(entry)
     except (OSError, ValueError, EOFError):
         return None
@@ -265,6 +282,8 @@ def save_answer(name: str, folder: pathlib.Path) -> None:
     cache = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        # Written under another name first: other processes see a whole entry or none. If one
+        # of them renames first, this fails with an OSError, and the same answer is there anyway.
         staging = pathlib.Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
         try:
             for file in ("answer.json", "program.hlo.gz"):

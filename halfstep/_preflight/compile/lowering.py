@@ -1,4 +1,4 @@
-"""A step, lowered in the user's process for hardware that is not there.
+"""Lower a step in the user's process, for hardware that is not there.
 
 Closures, notebooks and modules that exist only in this process are no obstacle: what leaves it is
 StableHLO and the shapes of flat arguments, not Python.
@@ -21,14 +21,16 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from halfstep._base import argument_names, is_array, path_string
-from halfstep._preflight.errors import PreflightError
+from halfstep._preflight.preflight_errors import PreflightError
 from halfstep._preflight.target.mesh import find_mesh, spread
 from halfstep._program import equations
 from halfstep.kernels._target import depends_on_generation
 
+_Array = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ArgumentLeaf:
     """One array that the step is given."""
 
     path: tuple[Any, ...]
@@ -48,7 +50,7 @@ class Program:
     fingerprint: str
     """What is computed, without where in the source it is written."""
     platform: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ArgumentLeaf, ...]
     axes: tuple[tuple[str, int], ...]
     """The axes of the mesh, outermost first; none for a step on one device."""
     axis_types: tuple[str, ...]
@@ -67,7 +69,7 @@ def lower(
     platform: str,
     donate_argnums: Sequence[int] = (),
     mesh: AbstractMesh | Mesh | None = None,
-    shardings: Any = None,
+    shardings: object = None,
     device_kind: str = "",
 ) -> Program:
     """Trace a step and lower it for a platform, without running or allocating anything.
@@ -99,6 +101,8 @@ def lower(
         for i, sharding in zip(dynamic, given, strict=True)
     ]
 
+    # Exported as a function of flat arrays: JAX would have to serialize the tree, and knows how
+    # only for types that were registered for that.
     def flat(*arrays: Any) -> tuple[Any, ...]:
         leaves = [leaf for _, leaf in pairs]
         for i, array in zip(dynamic, arrays, strict=True):
@@ -117,9 +121,10 @@ def lower(
         abstract = _described(traced, platform, device_kind)
     with _within(abstract):
         exported = _export(jitted, structs, platform, step)
+    # `donate_argnums` counts arguments of the step, as for `jax.jit`; the compiler is told leaves.
     donated = {*donate_argnums, *_own_donation(step, args)}
     leaves = tuple(
-        Leaf(
+        ArgumentLeaf(
             path=pairs[i][0],
             name=labels[i],
             shape=tuple(struct.shape),
@@ -140,12 +145,14 @@ def _within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
-def _described(jaxpr: Any, platform: str, kind: str) -> AbstractMesh | None:
+def _described(jaxpr: core.Jaxpr, platform: str, kind: str) -> AbstractMesh | None:
     """A mesh of no axes that says which GPU a Pallas kernel of a step is for; else `None`.
 
     Since JAX 0.11 Pallas-Triton asks for the GPU when it lowers, and looks for it here where the
     machine has none.
     """
+    # Only for programs with a kernel: a mesh, even one without axes, is part of what is lowered,
+    # and all other programs are the same for all GPUs.
     is_kernel = (equation.primitive.name == "pallas_call" for equation in equations(jaxpr))
     if platform != "cuda" or jax.__version_info__ < (0, 11) or not any(is_kernel):
         return None
@@ -155,19 +162,26 @@ def _described(jaxpr: Any, platform: str, kind: str) -> AbstractMesh | None:
     return AbstractMesh((), (), abstract_device=device)
 
 
-def _is_dynamic(leaf: Any) -> bool:
+def _is_dynamic(leaf: object) -> bool:
     if getattr(leaf, "dtype", None) == jax.dtypes.float0:
         return False  # The gradient of an integer: it has no bits, and no compiler knows it.
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _sharding(leaf: Any) -> Any:
+def _sharding(leaf: object) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     # An array that simply lies on a device says nothing about where it is to lie on the target.
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def _struct(leaf: Any, sharding: Any, mesh: Any, label: str) -> jax.ShapeDtypeStruct:
+def _struct(
+    leaf: _Array,
+    sharding: NamedSharding | PartitionSpec | None,
+    mesh: AbstractMesh | Mesh | None,
+    label: str,
+) -> jax.ShapeDtypeStruct:
+    # As `jax.jit` would take it: NumPy's float64 is float32 unless 64-bit types are on. Keys have a
+    # dtype of JAX's own, which is canonical.
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not _is_key(leaf) else leaf.dtype
     if mesh is None:
         if sharding is not None:
@@ -176,6 +190,7 @@ def _struct(leaf: Any, sharding: Any, mesh: Any, label: str) -> jax.ShapeDtypeSt
                 'of its axes, such as mesh={"data": 8}.'
             )
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    # An argument without a specification is on every device, as under `jax.jit` with a mesh.
     if isinstance(sharding, PartitionSpec) or sharding is None:
         sharding = NamedSharding(mesh, sharding or PartitionSpec())
     try:
@@ -189,7 +204,7 @@ def _struct(leaf: Any, sharding: Any, mesh: Any, label: str) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: _Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
@@ -200,12 +215,13 @@ def _bytes(struct: jax.ShapeDtypeStruct) -> int:
     count = 1
     for size in shape:
         count *= size
+    # In bits, and rounded up: two elements of int4 or float4 share a byte.
     bits = jax.dtypes.itemsize_bits(struct.dtype)
     return -(-count * bits // 8)
 
 
 def _own_donation(step: Callable[..., Any], args: tuple[Any, ...]) -> frozenset[int]:
-    """What a step that is jitted already donates by itself."""
+    """Return the arguments that a jitted step donates by itself."""
     if not isinstance(step, jax.stages.Wrapped):
         return frozenset()
     donated: set[int] = set()
@@ -219,7 +235,7 @@ def _own_donation(step: Callable[..., Any], args: tuple[Any, ...]) -> frozenset[
     return frozenset(donated)
 
 
-def _looks_like(info: Any, arg: Any) -> bool:
+def _looks_like(info: object, arg: object) -> bool:
     described, treedef = jax.tree.flatten(info, is_leaf=_is_info)
     given = jax.tree.leaves(arg)
     return treedef == jax.tree.structure(arg) and all(
@@ -227,12 +243,15 @@ def _looks_like(info: Any, arg: Any) -> bool:
     )
 
 
-def _is_info(node: Any) -> bool:
+def _is_info(node: object) -> bool:
     return hasattr(node, "donated")
 
 
 def _export(
-    jitted: Any, structs: list[jax.ShapeDtypeStruct], platform: str, step: Callable[..., Any]
+    jitted: jax.stages.Wrapped,
+    structs: list[jax.ShapeDtypeStruct],
+    platform: str,
+    step: Callable[..., Any],
 ) -> export.Exported:
     allowed: set[str] = set()
     while True:
@@ -240,6 +259,8 @@ def _export(
         try:
             return export.export(jitted, platforms=(platform,), disabled_checks=checks)(*structs)
         except Exception as error:
+            # JAX refuses to export custom calls whose meaning may change between versions. It
+            # allows them by name only, and tells the names in the message only.
             unknown = _unguaranteed(str(error)) - allowed
             if unknown:
                 # The compiler is of this very version, so no guarantee across versions is needed.
@@ -255,6 +276,8 @@ def _export(
 
 
 def _fingerprint(exported: export.Exported) -> str:
+    # Locations are not part of what is computed. With them, every edit that moves a line would
+    # compile the same program again.
     text = exported.mlir_module()
     text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
     # A block's arguments have locations with a name: loc("scatter-add:"(#loc172)).
@@ -269,6 +292,8 @@ def _unguaranteed(message: str) -> set[str]:
     return set(re.findall(r"custom_call\W+@?([\w.$]+)", message))
 
 
+# A callback is a pointer into this process. In the compiled program of another one it would point
+# nowhere.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 
 
@@ -284,7 +309,7 @@ def refuse_callbacks(jaxpr: core.Jaxpr, platform: str) -> None:
             )
 
 
-def _line(equation: Any) -> str:
+def _line(equation: core.JaxprEqn) -> str:
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if "site-packages" not in frame.file_name:

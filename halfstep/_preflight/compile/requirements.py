@@ -1,11 +1,11 @@
-"""Are the compilers installed, and do they belong to this JAX?"""
+"""Check that the compilers are installed and belong to this JAX."""
 
 import importlib.metadata
 import importlib.util
 import shutil
 from collections.abc import Mapping
 
-from halfstep._preflight.errors import PreflightError
+from halfstep._preflight.preflight_errors import PreflightError
 
 
 def compiler_versions(platform: str) -> Mapping[str, str]:

@@ -16,6 +16,8 @@ import threading
 import traceback
 from typing import Any
 
+# The names that `memory_analysis` has. Which of them are there depends on the version of jaxlib and
+# on the compiler, so each one is looked for.
 _MEMORY = (
     "argument_size_in_bytes",
     "output_size_in_bytes",
@@ -49,13 +51,15 @@ def topology(request: dict[str, Any]) -> Any:
         return topologies.get_topology_desc(
             platform="cuda", target_config=request["target_config"], topology=request["topology"]
         )
+    # libtpu takes a host to have 2x2 chips, and refuses a slice of one chip unless it is told that
+    # its host has one.
     chips = request["chips_per_host"]
     bounds = {} if chips is None else {"chips_per_host_bounds": tuple(chips)}
     return topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **bounds)
 
 
 def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], str]:
-    """What the compiler says, and the optimized program as text."""
+    """Return the compiler's figures, and the optimized program as text."""
     import jax
     import numpy as np
     from jax import export
@@ -74,6 +78,8 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
         mesh = Mesh(devices, names, axis_types=types)
         shardings = exported.in_shardings_jax(mesh)
     else:
+        # The smallest topology of a TPU may have several devices; a step without a mesh runs on
+        # one.
         mesh = Mesh(np.array(described.devices[:1]), ("device",))
         shardings = (None,) * len(exported.in_avals)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -81,10 +87,14 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or whole)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
+    # Donation is said here, by the positions of flat arrays: the program was exported from a
+    # function that donates nothing.
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
     compiled = jitted.lower(*arguments).compile()
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
+    # XLA:GPU answers `None` without a GPU, and some versions of JAX a list with one dictionary per
+    # program.
     if isinstance(cost, list | tuple):
         cost = cost[0] if cost else {}
     answer = {

@@ -1,1 +1,1 @@
-"""What a compiled program does, from its optimized HLO."""
+"""Count what a compiled program does, from its optimized HLO."""

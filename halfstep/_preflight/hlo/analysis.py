@@ -1,4 +1,4 @@
-"""What a compiled step does, from its optimized HLO: contractions, collectives, memory traffic."""
+"""Count contractions, collectives and memory traffic of a compiled step, from its optimized HLO."""
 
 # The errors here are about text that XLA's compilers write: no user can cause or cure them.
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from halfstep._preflight.hlo.collectives import payload
-from halfstep._preflight.hlo.contractions import Contracted, contraction, uncounted
-from halfstep._preflight.hlo.loops import Frame, body_frame, trip_count
-from halfstep._preflight.hlo.metadata import Origin, Origins
+from halfstep._preflight.hlo.contraction_flops import Contracted, contraction, uncounted
+from halfstep._preflight.hlo.metadata import InstructionOrigin, Origins
 from halfstep._preflight.hlo.parser import Computation, Instruction, Module, UnknownTypeError, parse
 from halfstep._preflight.hlo.products import Product as Product
 from halfstep._preflight.hlo.traffic import Kernel as Kernel, moved
+from halfstep._preflight.hlo.trip_counts import ValueFrame, body_frame, trip_count
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Collective:
 class Analysis:
     """What one device does in a step, read from the program that the compiler made.
 
-    Everything inside of a loop counts as often as the loop turns, and its condition once more than
-    that; a conditional counts its most expensive branch, by FLOPs and then by traffic; what runs on
-    the host counts nothing.
+    Everything inside a loop counts once per iteration, and its condition once more than that; a
+    conditional counts its most expensive branch, by FLOPs and then by traffic; what runs on the
+    host counts nothing.
 
     Attributes:
         contractions: FLOPs by dtype, the most first. A dot that the compiler has turned into a
@@ -67,7 +67,7 @@ class Analysis:
             kernels: their target and how often each runs.
         collectives: Communication by kind and dtype, the most first.
         kernels: The kernels by what they read and write, the most traffic first.
-        unknown_trip_counts: Loops whose number of turns is not known; they are counted as one turn.
+        unknown_trip_counts: Loops whose number of iterations is not known; they count once.
         products: The contractions one by one, the most FLOPs first.
         written: Bytes that the kernels write, by dtype, the most first.
     """
@@ -101,7 +101,7 @@ def analyze(text: str) -> Analysis:
     Args:
         text: The optimized HLO of one program, `compiled.as_text()`, for a CPU, GPU or TPU.
 
-    Returns:
+    Reiterations:
         The counts, per device and step.
 
     Raises:
@@ -121,7 +121,7 @@ def analyze(text: str) -> Analysis:
     """
     module = parse(text)
     walk = _Walk(module, Origins(text))
-    tally = walk.computation(Frame(module, module.entry))
+    tally = walk.computation(ValueFrame(module, module.entry))
     products = [
         Product(
             str(key.lhs),
@@ -179,7 +179,7 @@ class _Kind:
     lhs: _Shape
     rhs: _Shape
     out: _Shape
-    origin: Origin
+    origin: InstructionOrigin
 
 
 def _by_dtypes(tally: "_Tally") -> list[Contraction]:
@@ -210,7 +210,7 @@ class _Tally:
             for key, count in others.items():
                 mine[key] += times * count
 
-    def contract(self, found: Contracted, origin: Origin) -> None:
+    def contract(self, found: Contracted, origin: InstructionOrigin) -> None:
         lhs, rhs, out = (_Shape(a.dtype, a.dims) for a in (found.lhs, found.rhs, found.out))
         key = _Kind(lhs, rhs, out, origin)
         self.flops[key] += found.flops
@@ -227,11 +227,15 @@ class _Walk:
 
     def __init__(self, module: Module, origins: Origins):
         self.module, self.origins = module, origins
+        # A set, because a loop inside another one, or in a function that is called twice, is met
+        # again.
         self.unknown: set[Instruction] = set()
+        # A fusion computes the same wherever it is called, while the trip counts of loops in other
+        # computations depend on their arguments: only fusions are remembered.
         self.fusions: dict[str, _Tally] = {}
 
-    def computation(self, frame: Frame) -> _Tally:
-        """What a computation does that runs instruction by instruction."""
+    def computation(self, frame: ValueFrame) -> _Tally:
+        """Count what a computation does that runs instruction by instruction."""
         tally = _Tally()
         for instruction in frame.computation:
             inner = self.control(frame, instruction)
@@ -241,35 +245,43 @@ class _Walk:
             try:
                 self.instruction(frame.computation, instruction, tally, fused=False)
                 bytes_moved = moved(self.module, frame.computation, instruction)
+            # A type that is not known matters only where its bytes are counted; programs with one
+            # elsewhere are read.
             except UnknownTypeError as error:
-                raise instruction.error(str(error)) from None
+                raise instruction.error(f"{error}") from None
             if bytes_moved is not None:
                 read, written = bytes_moved
                 tally.kernels[read, written.total()] += 1
                 tally.written.update(written)
         return tally
 
-    def control(self, frame: Frame, instruction: Instruction) -> _Tally | None:
-        """What the computations do that an instruction runs, if it is there to run some."""
+    def control(self, frame: ValueFrame, instruction: Instruction) -> _Tally | None:
+        """Count what the computations do that an instruction runs; `None` if it runs none."""
         match instruction.base:
             case "while":
-                turns = trip_count(frame, instruction)
-                if turns is None:
+                iterations = trip_count(frame, instruction)
+                if iterations is None:
                     self.unknown.add(instruction)
-                    turns = 1
+                    iterations = 1
                 tally = _Tally()
-                tally.add(self.computation(body_frame(frame, instruction, "body")), turns)
+                tally.add(self.computation(body_frame(frame, instruction, "body")), iterations)
                 condition = self.computation(body_frame(frame, instruction, "condition"))
-                tally.add(condition, turns + 1)
+                # The condition is also evaluated the last time, when it is false.
+                tally.add(condition, iterations + 1)
                 return tally
             case "conditional":
                 keys = ("branch_computations", "true_computation", "false_computation")
                 branches = self.module.called(instruction, *keys)
                 tallies = [
+                    # Operand 0 is the index, and each branch has one operand of its own behind it.
                     self.computation(frame.call(instruction, branch, first=number))
                     for number, branch in enumerate(branches, start=1)
                 ]
+                # Which branch runs is decided by values; an upper bound is the branch that costs
+                # most.
                 return max(tallies, key=lambda tally: tally.cost)
+            # The `-done` and `-update` of an asynchronous call name the computation as well, and
+            # run nothing.
             case "call" | "async" if not instruction.opcode.endswith(("-done", "-update")):
                 if _on_host(instruction):
                     return _Tally()
@@ -284,6 +296,9 @@ class _Walk:
         """Add the contractions and collectives of one instruction, or of the fusion it is."""
         if instruction.base == "fusion":
             (called,) = self.module.called(instruction, "calls")
+            # Contractions and collectives inside a fusion count, its traffic does not: what it
+            # reads and writes is that of the one kernel that it becomes, which `moved` looks at
+            # from outside.
             tally.add(self.fused(called))
             return
         found = contraction(computation, instruction)
@@ -297,7 +312,7 @@ class _Walk:
             tally.collectives[key] += 1
 
     def fused(self, computation: Computation) -> _Tally:
-        """What the inside of a fusion does."""
+        """Count what a fused computation does."""
         if computation.name not in self.fusions:
             tally = _Tally()
             for instruction in computation:

@@ -1,10 +1,10 @@
-"""What a program sends between devices."""
+"""Count the bytes that a program sends between devices."""
 
 import math
 import re
 from collections import Counter
 
-from halfstep._preflight.hlo.contractions import custom_call_target
+from halfstep._preflight.hlo.contraction_flops import custom_call_target
 from halfstep._preflight.hlo.parser import Array, Computation, Instruction, leaves
 
 KINDS = frozenset(
@@ -41,6 +41,7 @@ def payload(
         fused: Whether the computation is the inside of a fusion.
     """
     kind = instruction.base
+    # XLA:TPU repeats a collective in every fusion that computes beside it; it is sent once.
     if kind not in KINDS or (fused and _on_the_way(computation, instruction)):
         return {}
     operands = [tuple(leaves(shape)) for shape in computation.shapes(instruction)]
@@ -72,11 +73,12 @@ def _by_dtype(
     for total, arrays in zip(sums, (operands, results), strict=True):
         for array in arrays:
             total[array.dtype] += array.bytes
+    # The union of two counters keeps the larger count of each key, which is the payload.
     return {(kind, dtype): size for dtype, size in (sums[0] | sums[1]).items() if size}
 
 
 def is_continuation(computation: Computation) -> bool:
-    """Whether a fused computation carries on a collective that another one started.
+    """Return whether a fused computation carries on a collective that another one started.
 
     XLA:TPU spreads a collective over several fusions: one starts it, some compute beside it, one
     ends it. Each contains the same collective; those after the first receive its flags.
@@ -95,7 +97,7 @@ def _on_the_way(computation: Computation, instruction: Instruction) -> bool:
 
 
 def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Whether a fused all-reduce keeps a slice only: XLA:TPU's form of a reduce-scatter."""
+    """Return whether a fused all-reduce keeps a slice only: XLA:TPU's form of a reduce-scatter."""
     root = computation.root
     users = computation.users[instruction.name]
     return (

@@ -1,4 +1,4 @@
-"""Where an instruction of a compiled program comes from: its scope, and the user's line."""
+"""Find the scope and the user's line that an instruction of a compiled program comes from."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _OURS = re.compile(r"^jit\(call\)/call_exported/(?:jit\(flat\)/)?|^jit\([^)]*\)/
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class InstructionOrigin:
     """Where an instruction comes from.
 
     Attributes:
@@ -43,13 +43,15 @@ class Origins:
         self._offset = 1 if first.get("parent_frame_id") == 1 else 0
         self._finder = Finder()
 
-    def of(self, instruction: Instruction) -> Origin:
-        """Where an instruction comes from."""
+    def of(self, instruction: Instruction) -> InstructionOrigin:
+        """Find where an instruction comes from."""
         metadata = instruction.attributes.get("metadata", "")
         name = _OP_NAME.search(metadata)
-        return Origin(_OURS.sub("", name[1]) if name else "", self._source(metadata))
+        return InstructionOrigin(_OURS.sub("", name[1]) if name else "", self._source(metadata))
 
     def _source(self, metadata: str) -> str:
+        # Older compilers write file and line into every instruction, newer ones a number of a
+        # table.
         inline = _FILE.search(metadata)
         if inline:
             frames = [Frame(inline[1], int(inline[2] or 0), "")]
@@ -62,6 +64,7 @@ class Origins:
     def _stack(self, number: int) -> list[Frame]:
         """The frames of a call, innermost first."""
         stack: list[Frame] = []
+        # The limit ends the walk if a damaged table has a circle.
         while number in self._frames and len(stack) < len(self._frames):
             frame = self._frames[number]
             location = self._locations.get(frame.get("file_location_id", 0), {})

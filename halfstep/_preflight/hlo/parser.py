@@ -1,4 +1,4 @@
-"""A reader of XLA's optimized HLO text: computations, instructions, shapes and attributes.
+"""Read XLA's optimized HLO text: computations, instructions, shapes and attributes.
 
 It reads what `compiled.as_text()` prints for the CPU, GPU and TPU compilers. Every instruction line
 becomes an `Instruction`; a line that looks like one and cannot be read raises. Shapes, operands and
@@ -40,6 +40,8 @@ _DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
     }
 )
 
+# Regular expressions and a scanner of brackets instead of a grammar: every release of XLA adds
+# attributes, of which few matter here, and the text of a large model is long.
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) (?:\(.*)?\{$")
 _START = re.compile(r"\s*(?:ROOT )?%?[^\s=,(){}]+ = ")
 _INSTRUCTION = re.compile(
@@ -52,8 +54,11 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([^\s,()]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\],]|[^"{}()\[\],]+', re.DOTALL)
+# Only layouts of XLA:TPU are tiled, `{1,0:T(8,128)}`. It is how a text shows which compiler wrote
+# it, and so what its memory spaces mean.
 _TILING = re.compile(r"\{[\d,]*:[^}\s]*T\(\d")
 
+# Both compilers put buffers of the host into this memory space.
 _HOST = 5
 
 
@@ -162,7 +167,9 @@ def split(text: str) -> Iterator[str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that was opened before `start` closes, or -1."""
+    """Find where the parenthesis that was opened before `start` closes; -1 if nowhere."""
+    # Most instructions have no bracket inside their parentheses, and are not scanned token by
+    # token.
     end = text.find(")", start)
     if end >= 0 and text.find("(", start, end) < 0 and text.find('"', start, end) < 0:
         return end
@@ -199,6 +206,7 @@ class Instruction:
     _shapes: _Shapes = field(repr=False)
     base: str = field(init=False, repr=False)
 
+    # Computed at once and not on first use: every instruction is asked for it, several times.
     def __post_init__(self) -> None:
         self.base = self.opcode.removesuffix("-start")
 
@@ -208,7 +216,7 @@ class Instruction:
         try:
             return self._shapes.parse(self._shape)
         except ValueError as error:
-            raise self.error(str(error)) from None
+            raise self.error(f"{error}") from None
 
     @cached_property
     def results(self) -> tuple[Array, ...]:
@@ -221,15 +229,19 @@ class Instruction:
                 shape = shape.elements[0]
             elif self.opcode != "all-reduce-start":
                 if len(shape.elements) < 2:
-                    raise self.error("an asynchronous start with operands and results in its shape")
+                    raise self.error(
+                        f"operands and results in the shape of a {self.opcode}, not {shape}"
+                    )
                 shape = shape.elements[1]
         return tuple(leaves(shape))
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the operands."""
+        # Between their parentheses are literals and numbers, not names.
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
+        # The compilers print names with `%`, which can be found without splitting.
         names = tuple(_NAME.findall(self.arguments))
         if names or not self.arguments.strip():
             return names
@@ -322,7 +334,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Who uses an instruction, and as which operand."""
+        """The users of each instruction, and as which operand they use it."""
         found: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for instruction in self:
             for index, name in enumerate(instruction.operands):
@@ -378,7 +390,10 @@ def parse(text: str) -> Module:
                 computations[current.name] = current
                 if header[1]:
                     if entry is not None:
-                        raise ValueError("expected the HLO text of one module, got several ENTRYs.")
+                        raise ValueError(
+                            "expected the HLO text of one module; got several ENTRY computations, "
+                            f"`{entry.name}` and `{current.name}`."
+                        )
                     entry = current
             elif _START.match(line):
                 raise ValueError(f"line {number} of the HLO text is outside of any computation.")

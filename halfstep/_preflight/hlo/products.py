@@ -1,4 +1,4 @@
-"""How many contractions of a compiled step are in 8 bits or fewer, and why not the others."""
+"""Count the contractions of a compiled step that are in 8 bits or fewer, and explain the others."""
 
 import dataclasses
 import math
@@ -46,6 +46,7 @@ class Product:
         if self.in_f8:
             return ""
         dtypes = " x ".join(dict.fromkeys(side.partition("[")[0] for side in (self.lhs, self.rhs)))
+        # Scopes that the transform opens around a recipe's products survive as parts of the name.
         if ELEMENTS in self.name:
             return f"the compiler multiplies in {dtypes} what the recipe wrote in 8 bits"
         if ROUNDED in self.name:
@@ -58,7 +59,7 @@ class F8Count:
     """How many contractions of a compiled step are in 8 bits or fewer.
 
     Attributes:
-        count: How many are, loops by their turns.
+        count: How many are, iterations of loops included.
         total: How many there are.
         flops: Their share of the FLOPs of all contractions; 1 if there are none.
         eligible: Their share of the FLOPs of a recipe's products, forward and backward. Without any
@@ -77,6 +78,7 @@ class F8Count:
 def f8_count(products: Sequence[Product], *, units: bool) -> F8Count:
     """Count the products of a step that are in 8 bits or fewer."""
     inside = [product for product in products if product.in_f8]
+    # A step without a recipe has nothing that is eligible; then all count, and the share is 0.
     eligible = [product for product in products if product.of_recipe] or products
     return F8Count(
         count=sum(product.count for product in inside),
@@ -93,7 +95,7 @@ def _share(part: Sequence[Product], whole: Sequence[Product]) -> float:
 
 
 def no_units(target: str) -> str:
-    """What a target without units for 8 bits does."""
+    """Say what a target without units for 8 bits does."""
     return f"{target} has no fp8 units, and multiplies operands of 8 bits at the rate of 16"
 
 

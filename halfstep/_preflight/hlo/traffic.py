@@ -1,4 +1,4 @@
-"""What kernels read from and write to the device's memory.
+"""Count the bytes that kernels read from and write to the device's memory.
 
 The definition: a kernel reads each distinct buffer once and writes each result once, except for
 what it does not touch. A slice or gather reads the elements it takes, also when it is fused and the
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from halfstep._preflight.hlo.collectives import KINDS, is_continuation
-from halfstep._preflight.hlo.contractions import ANNOTATIONS, custom_call_target
+from halfstep._preflight.hlo.contraction_flops import ANNOTATIONS, custom_call_target
 from halfstep._preflight.hlo.parser import Array, Computation, Instruction, Module, leaves
 
 # Instructions that only name, group or wait for values; loops and calls have kernels inside.
@@ -25,8 +25,11 @@ _FREE = re.compile(
     r"|get-tuple-element|opt-barrier|optimization-barrier|parameter|partition-id|replica-id"
     r"|set-dimension-size|tuple|while|.*-done|.*-update"
 )
+# These calls return their scratch memory as a last result, as bytes; nobody reads it.
 _WITH_WORKSPACE = re.compile(r"__(cublas|cudnn)\$.*")
 _SLICES = re.compile(r"dynamic-slice|gather|slice")
+# Through these a fusion reads only the elements that are needed behind them: if a slice takes one
+# row of a sum of two arrays, one row of each is read.
 _ELEMENTWISE = re.compile(
     r"abs|add|and|atan2|bitcast|bitcast-convert|cbrt|ceil|clamp|compare|complex|convert|copy|cosine"
     r"|count-leading-zeros|divide|erf|exponential|exponential-minus-one|floor|imag|is-finite|log"
@@ -43,7 +46,7 @@ class Kernel:
     Attributes:
         read: Bytes that one of them reads from the device's memory.
         written: Bytes that one of them writes to it.
-        count: How often such a kernel runs in a step, turns of loops included.
+        count: How often such a kernel runs in a step, iterations of loops included.
     """
 
     read: int
@@ -92,6 +95,7 @@ def moved(
             return None
         if _WITH_WORKSPACE.fullmatch(target) and len(results) > 1 and _is_workspace(results[-1]):
             results = results[:-1]
+    # It has no operand but a token, and the data is its first result.
     if base == "recv":
         return 0, _by_dtype((array, array.size) for array in results[:1])
     read = _read(
@@ -111,6 +115,7 @@ def _read(
     computation: Computation, instruction: Instruction, touched: Callable[[int, Array], int]
 ) -> int:
     """Bytes read of all operands; of a buffer that comes twice no more than there is."""
+    # A buffer may be an operand twice. Two slices of it are both read, but not more than all.
     parts, limits = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for index, name in enumerate(instruction.operands):
         arrays = tuple(leaves(computation.operand(instruction, index).shape))
@@ -121,7 +126,7 @@ def _read(
 
 
 def _buffer(computation: Computation, name: str) -> tuple[str, ...]:
-    """What tells a value's buffer from others, whatever names it goes by."""
+    """Return a key of a value's buffer, the same whatever names the value goes by."""
     instruction = computation[name]
     while instruction.opcode == "bitcast":
         instruction = computation.operand(instruction, 0)
@@ -152,7 +157,7 @@ def _part(array: Array, elements: int) -> int:
 
 
 def _updates(instruction: Instruction) -> range:
-    """Which operands of a dynamic-update-slice or scatter are the arrays to update."""
+    """Return which operands of a dynamic-update-slice or scatter are updated."""
     if instruction.base == "dynamic-update-slice":
         return range(1)
     return (
@@ -161,7 +166,7 @@ def _updates(instruction: Instruction) -> range:
 
 
 def _replaced(computation: Computation, instruction: Instruction) -> int | None:
-    """How many elements of each result an update in place replaces."""
+    """Count the elements of each result that an update in place replaces."""
     arrays = _updates(instruction)
     if not arrays:
         return None
@@ -171,7 +176,7 @@ def _replaced(computation: Computation, instruction: Instruction) -> int | None:
 
 
 def _taken(computation: Computation, user: Instruction, index: int, size: int) -> int:
-    """How many of an operand's elements an instruction outside of a fusion touches."""
+    """Count the elements of an operand that an instruction outside a fusion touches."""
     if _SLICES.fullmatch(user.base) and index == 0:
         return min(size, sum(result.size for result in user.results))
     if index in _updates(user):
@@ -195,6 +200,7 @@ def _fusion(
         # (the operand as it is, the buffer to fill, flags...)
         return read, _by_dtype((output, output.size) for output in outputs[1:])
     names = root.operands if root.opcode == "tuple" else (root.name,)
+    # Results that cannot be matched with what the root returns count whole.
     if len(names) != len(outputs):
         return read, _by_dtype((output, output.size) for output in outputs)
     return read, _by_dtype(
@@ -248,19 +254,21 @@ class _Inside:
             self.touched[instruction.name] = min(_size(instruction), needed)
 
     def written(self, name: str) -> int:
-        """How many elements of a result are written."""
+        """Count the elements of a result that are written."""
         source = self._source(name)
         if source.opcode == "parameter" or _calls(source, "AsyncCollectiveDone"):
             return 0
         if self.continues and source.base in KINDS:
             return 0
         if self._in_place(source):
+            # Updates in a row write into one buffer: each adds what it replaces, down to the
+            # parameter.
             replaced = _replaced(self.computation, source) or 0
             return replaced + self.written(source.operands[0])
         return 0 if self._is_library_workspace(source) else _size(source)
 
     def _needed(self, value: Instruction, user: Instruction, index: int) -> int:
-        """How many elements of a value one of its users needs."""
+        """Count the elements of a value that one of its users needs."""
         size = _size(value)
         if user.opcode == "tuple" and user is self.computation.root:
             # A parameter is handed on as it is; everything else is written.
@@ -287,14 +295,15 @@ class _Inside:
         return instruction
 
     def _in_place(self, update: Instruction) -> bool:
-        """Whether an update changes a parameter where it is."""
+        """Return whether an update changes a parameter where it is."""
         if not _updates(update):
             return False
         target = self._source(update.operands[0])
         return target.opcode == "parameter" or self._in_place(target)
 
     def _is_result(self, instruction: Instruction) -> bool:
-        """Whether a value is a result of the fusion itself and nothing else."""
+        """Return whether a value is a result of the fusion itself and nothing else."""
+        # An inner fusion writes no memory: its result stays in registers of the outer one.
         if self.nested:
             return False
         if instruction is self.computation.root:

@@ -1,1 +1,1 @@
-"""What the compilers say, for people: entries, tables, pictures, comparisons."""
+"""Show what the compilers say: entries, tables, pictures, comparisons."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from halfstep._base import size
 from halfstep._preflight.report.changes import HALFSTEP, Change, recomputed, signed
-from halfstep._preflight.report.entry import TEMPORARIES, PreflightEntry
+from halfstep._preflight.report.preflight_entry import TEMPORARIES, PreflightEntry
 
 _SETTINGS = ("version of ", "flag ", "GPU matrix products by")
 
@@ -29,7 +29,7 @@ def causes(
 def _program_or_compiler(
     before: PreflightEntry, after: PreflightEntry, changes: Sequence[Change]
 ) -> Iterator[str]:
-    """Whether the step is another one, or what compiles it."""
+    """Return whether the step is another one, or what compiles it."""
     settings = [change for change in changes if change.what.startswith(_SETTINGS)]
     others = len(settings) < len(changes)
     ours = [change for change in settings if change.what == HALFSTEP]
@@ -47,6 +47,7 @@ def _program_or_compiler(
         yield f"The compiler or its settings differ: {named}."
     if before.program is None or after.program is None:
         return
+    # The fingerprint does not know about donation, which is said to the compiler apart.
     donated = [[one.donated for one in entry.arguments or ()] for entry in (before, after)]
     same = before.program == after.program and donated[0] == donated[1]
     if same and settings and others:
@@ -71,6 +72,7 @@ def _peak(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]:
         return
     roles = dict.fromkeys([*before.memory, *after.memory])
     by_role = {role: after.memory.get(role, 0) - before.memory.get(role, 0) for role in roles}
+    # The role that moved furthest in the direction of the peak: others may have moved against it.
     role = max(by_role, key=lambda role: by_role[role] * (1 if grown > 0 else -1), default=None)
     if role is not None and by_role[role] * grown > 0:
         verb = "rose" if grown > 0 else "fell"
@@ -118,6 +120,7 @@ def _temporaries(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]
     if before.temp_bytes is None or after.temp_bytes is None:
         return
     grown = after.memory.get(TEMPORARIES, 0) - before.memory.get(TEMPORARIES, 0)
+    # At the peak first; all that is allocated only if nothing changed there.
     grown = grown or after.temp_bytes - before.temp_bytes
     if before.products is not None and after.products is not None:
         old, new = recomputed(before.products), recomputed(after.products)
@@ -163,6 +166,7 @@ def _wire(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]:
         moved = {d: new.get(d, 0) - old.get(d, 0) for d in {*old, *new}}
         less = [d for d, n in moved.items() if n < 0]
         more = [d for d, n in moved.items() if n > 0]
+        # Only a clean exchange is said to be one: as many more of one dtype as less of another.
         if len(less) == len(more) == 1 and not sum(moved.values()):
             yield f"{moved[more[0]]} {kind} in {more[0]} instead of {less[0]}."
 

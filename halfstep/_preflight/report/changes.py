@@ -8,7 +8,7 @@ from typing import Literal
 
 from halfstep._base import ABSENT, flops, percent, seconds, size
 from halfstep._preflight.hlo.products import Product
-from halfstep._preflight.report.entry import PreflightEntry
+from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.roles import Argument
 
 Unit = Literal["bytes", "FLOP", "count", "seconds", "text"]
@@ -65,6 +65,7 @@ class Change:
         if not isinstance(before, int | float) or not before or not self.after:
             return text
         share = difference / before
+        # Beyond tenfold a percentage is harder to read than the two figures beside it.
         if share > 10:
             return text
         return f"{text} ({'+' if share > 0 else '-'}{percent(abs(share))})"
@@ -202,7 +203,7 @@ def _collectives(entry: PreflightEntry) -> dict[str, int]:
 
 
 def recomputed(products: tuple[Product, ...]) -> int:
-    """How many contractions of the backward pass repeat one of the forward pass."""
+    """Count the contractions of the backward pass that repeat one of the forward pass."""
     return sum(product.count for product in products if RECOMPUTED in product.name)
 
 
@@ -273,6 +274,7 @@ def _words(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> It
 def _arguments(before: tuple[Argument, ...], after: tuple[Argument, ...]) -> Iterator[Change]:
     """Arguments that differ. Arrays that change in the same way are one row."""
     old, new = ({one.name: one for one in side} for side in (before, after))
+    # All leaves of an optimizer change in the same way when its dtype does, and are one line.
     groups: dict[tuple[str, str | None, str | None], list[tuple[str, int]]] = {}
     for name in dict.fromkeys([*old, *new]):
         was, now = old.get(name), new.get(name)

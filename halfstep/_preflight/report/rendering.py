@@ -1,13 +1,19 @@
-"""Entries for people: text in aligned columns, HTML for notebooks, and stacked bars."""
+"""Show entries as text in aligned columns, as HTML for notebooks, and as stacked bars."""
 
 import html as escaping
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from halfstep._autocast import ROUNDED
 from halfstep._base import ABSENT, aligned, figure_of, flops, html_table, percent, seconds, size
 from halfstep._preflight.hlo.products import Product, described, no_units
-from halfstep._preflight.report.entry import CODE, OUTPUTS, PADDING, TEMPORARIES, PreflightEntry
+from halfstep._preflight.report.preflight_entry import (
+    CODE,
+    OUTPUTS,
+    PADDING,
+    TEMPORARIES,
+    PreflightEntry,
+)
 from halfstep._preflight.report.roles import BATCH, OPTIMIZER, OTHER, PARAMETERS
 
 
@@ -46,10 +52,39 @@ COLUMNS: tuple[tuple[str, bool, Callable[[PreflightEntry], str]], ...] = (
 
 def table(entries: Sequence[PreflightEntry]) -> str:
     """One line an entry, then what crosses the wire, then what is to be known about it."""
-    shown = columns(entries)
-    rows = [[heading for heading, _, _ in shown]]
-    rows += [[cell(entry) for _, _, cell in shown] for entry in entries]
-    text = aligned(rows, [number for _, number, _ in shown])
+    tables = [aligned([head, *rows], numbers) for head, numbers, rows, _ in _tables(entries)]
+    return "\n".join(["\n\n".join(tables), "", *_footnotes(entries)])
+
+
+def html(entries: Sequence[PreflightEntry]) -> str:
+    """The same figures as the text, with colors of its own for nothing but what does not fit."""
+    parts = [
+        html_table(_with(head, numbers), [_with(row, numbers) for row in rows], good)
+        for head, numbers, rows, good in _tables(entries)
+    ]
+    lines = [escaping.escape(line) for line in _footnotes(entries)]
+    parts.append(f"<p>{'<br>'.join(lines)}</p>")
+    # Wider than a narrow window: it scrolls, and the page does not.
+    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
+
+
+def _with(cells: Sequence[str], numbers: Sequence[bool]) -> list[tuple[str, bool]]:
+    return list(zip(cells, numbers, strict=True))
+
+
+def _tables(
+    entries: Sequence[PreflightEntry],
+) -> Iterator[tuple[list[str], list[bool], list[list[str]], list[bool]]]:
+    """Headings, which columns are numbers, rows, and which rows are good, of each table."""
+    # A single variant needs no name.
+    several = len({entry.variant for entry in entries}) > 1
+    shown = [column for column in COLUMNS if column[0] != "step" or several]
+    yield (
+        [heading for heading, _, _ in shown],
+        [number for _, number, _ in shown],
+        [[cell(entry) for _, _, cell in shown] for entry in entries],
+        [entry.fits for entry in entries],
+    )
     wire = [
         [entry.target, entry.variant, found.kind, found.dtype, size(found.bytes), str(found.count)]
         for entry in entries
@@ -57,23 +92,18 @@ def table(entries: Sequence[PreflightEntry]) -> str:
     ]
     if wire:
         head = ["target", "step", "collective", "dtype", "bytes a step", "count"]
-        text += "\n\n" + aligned([head, *wire], [False, False, False, False, True, True])
-    few = few_bits(entries)
+        yield head, [False, False, False, False, True, True], wire, [True] * len(wire)
+    few = _few_bits(entries)
     if few:
-        text += "\n\n" + aligned(
-            [list(F8_HEADINGS), *few], [False, False, False, True, False, False]
-        )
-    notes = [
-        f"{entry.target}, {entry.variant}: {note}." for entry in entries for note in entry.notes
-    ]
-    return "\n".join([text, "", *footnotes(entries), *notes])
+        numbers = [heading == "FLOPs" for heading in F8_HEADINGS]
+        yield list(F8_HEADINGS), numbers, few, [True] * len(few)
 
 
 F8_HEADINGS = ("target", "step", "in fp8", "FLOPs", "where", "why not")
 
 
-def few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[str]]:
-    """How many contractions are in 8 bits, and the largest that are not; nothing if none are."""
+def _few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[str]]:
+    """Count contractions in 8 bits, and list the largest others; nothing if none are."""
     if not any(product.of_recipe for entry in entries for product in entry.products or ()):
         return []
     rows: list[list[str]] = []
@@ -84,6 +114,7 @@ def few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[s
         units = "" if found.units else no_units(entry.target)
         counts = f"{found.count} of {found.total} contractions"
         rows.append([entry.target, entry.variant, counts, percent(found.flops), "", units])
+        # Ordered by FLOPs already, so the first ones are those that matter.
         others = [product for product in entry.products if not product.in_f8]
         total = sum(product.flops for product in entry.products) or 1
         for product in others[:most]:
@@ -99,22 +130,15 @@ def few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[s
     return rows
 
 
-def columns(
-    entries: Sequence[PreflightEntry],
-) -> list[tuple[str, bool, Callable[[PreflightEntry], str]]]:
-    """The columns of a table; a single variant needs no name."""
-    several = len({entry.variant for entry in entries}) > 1
-    return [column for column in COLUMNS if column[0] != "step" or several]
-
-
-def footnotes(entries: Sequence[PreflightEntry]) -> list[str]:
-    """How the figures are to be read."""
+def _footnotes(entries: Sequence[PreflightEntry]) -> list[str]:
+    """Say how the figures are to be read."""
     lines = ["Compiled, not run; figures are for one device."]
     if any(entry.roofline is not None for entry in entries):
         lines.append("The time bound is a roofline: no run can be faster, most are slower.")
     gemms = sorted({entry.gemm for entry in entries if entry.gemm})
     if gemms:
         lines.append(f"GPU matrix products: {' and '.join(gemms)}, autotuning off.")
+    lines += [f"{entry.target}, {entry.variant}: {n}." for entry in entries for n in entry.notes]
     return lines
 
 
@@ -152,7 +176,7 @@ def detail(entry: PreflightEntry) -> str:
 
 
 def f8_miss(entry: PreflightEntry, share: float | int) -> str:
-    """What is not in 8 bits though it has to be; empty if enough is."""
+    """Say what is not in 8 bits though it has to be; empty if enough is."""
     name = f"{entry.variant} on {entry.target}"
     required = f"required: {percent(share)} of the eligible contractions' FLOPs in fp8"
     found = entry.f8
@@ -172,6 +196,7 @@ def f8_miss(entry: PreflightEntry, share: float | int) -> str:
 
 
 def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
+    # Rounded, and multiplied in 16 bits, on purpose: no choice of the compiler's changes it.
     if all(ROUNDED in product.name for product in missed):
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
@@ -180,40 +205,6 @@ def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
     other = "gemm='library'" if entry.gemm == "triton" else "gemm='triton'"
     way = f"try {other}, which makes products in another way; or " if entry.gemm else ""
     return f"{way}keep them in 16 bits with a rule such as 'op:dot_general@scope=compute'."
-
-
-def html(entries: Sequence[PreflightEntry]) -> str:
-    """The same figures as the text, with colors of its own for nothing but what does not fit."""
-    shown = columns(entries)
-    head = [(heading, number) for heading, number, _ in shown]
-    rows = [[(cell(entry), number) for _, number, cell in shown] for entry in entries]
-    parts = [html_table(head, rows, [entry.fits for entry in entries])]
-    wire = [
-        [
-            (entry.target, False),
-            (entry.variant, False),
-            (found.kind, False),
-            (found.dtype, False),
-            (size(found.bytes), True),
-            (str(found.count), True),
-        ]
-        for entry in entries
-        for found in entry.collectives or ()
-    ]
-    if wire:
-        names = ("target", "step", "collective", "dtype", "bytes a step", "count")
-        heads = [(name, number) for name, (_, number) in zip(names, wire[0], strict=True)]
-        parts.append(html_table(heads, wire, [True] * len(wire)))
-    few = few_bits(entries)
-    if few:
-        heads = [(name, name == "FLOPs") for name in F8_HEADINGS]
-        cells = [[(cell, head[1]) for cell, head in zip(row, heads, strict=True)] for row in few]
-        parts.append(html_table(heads, cells, [True] * len(few)))
-    lines = footnotes(entries)
-    lines += [f"{entry.target}, {entry.variant}: {n}." for entry in entries for n in entry.notes]
-    parts.append("<p>" + "<br>".join(escaping.escape(line) for line in lines) + "</p>")
-    # Wider than a narrow window: it scrolls, and the page does not.
-    return '<div style="overflow-x:auto">' + "".join(parts) + "</div>"
 
 
 # The picture.

@@ -1,4 +1,4 @@
-"""What each argument is for, told from its name and type."""
+"""Tell parameters, optimizer state and batch apart, by the names and types of arguments."""
 
 import dataclasses
 import re
@@ -9,8 +9,8 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from halfstep._base import argument_names
-from halfstep._preflight.compile.lowering import Leaf
-from halfstep._preflight.errors import PreflightError
+from halfstep._preflight.compile.lowering import ArgumentLeaf
+from halfstep._preflight.preflight_errors import PreflightError
 
 PARAMETERS = "parameters"
 OPTIMIZER = "optimizer state"
@@ -18,6 +18,7 @@ BATCH = "batch"
 OTHER = "other"
 ROLES: tuple[str, ...] = (PARAMETERS, OPTIMIZER, BATCH, OTHER)
 
+# Whole names, not parts of them: `x` is a batch, but `max_len` is not, although it has an x.
 _NAMES = (
     (OPTIMIZER, re.compile(r"opt|opts|optim|optimizer|(opt|optim|optimizer)_?states?")),
     (
@@ -68,7 +69,7 @@ def roles(arguments: Sequence[Argument]) -> dict[str, int]:
 def arguments(
     step: Callable[..., Any],
     args: tuple[Any, ...],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[ArgumentLeaf],
     given: Mapping[str, str] | None = None,
 ) -> tuple[Argument, ...]:
     """Every array that a step is given, with its role.
@@ -112,18 +113,22 @@ def _by_name(components: Sequence[str]) -> str | None:
         for role, pattern in _NAMES
         if pattern.fullmatch(component.lower())
     ]
+    # Anywhere on the path, because moments repeat the parameters' own names: `opt_state.mu.params`.
     if OPTIMIZER in found:
         return OPTIMIZER
     return found[0] if found else None
 
 
-def _paths_below_optax(arg: Any) -> list[tuple[Any, ...]]:
-    def is_state(node: Any) -> bool:
+def _paths_below_optax(arg: object) -> list[tuple[Any, ...]]:
+    def is_state(node: object) -> bool:
+        # By the module: Optax's states have no common type, and those of other libraries have
+        # names.
         return type(node).__module__.split(".")[0] == "optax"
 
     pairs = jtu.tree_leaves_with_path(arg, is_leaf=is_state)
     return [path for path, node in pairs if is_state(node)]
 
 
-def _is_module(arg: Any) -> bool:
+def _is_module(arg: object) -> bool:
+    # halfstep's own modules are loss scalings and ledgers, which are not parameters.
     return isinstance(arg, eqx.Module) and not type(arg).__module__.startswith("halfstep.")

@@ -1,4 +1,4 @@
-"""The least time that a step can take on a target: a bound, not a prediction."""
+"""Bound the time of a step from below: no run can be faster, and most are slower."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -57,6 +57,7 @@ def roofline(analysis: Analysis, accelerator: Accelerator) -> Roofline:
 
 def peak_rate(contraction: Contraction, accelerator: Accelerator) -> float | None:
     """The fastest that the accelerator can do such a contraction, in FLOP/s."""
+    # The faster of both: a mixed product may run in either format, and this is a lower bound.
     rates = [
         rate
         for operand in (contraction.lhs, contraction.rhs)
@@ -68,6 +69,7 @@ def peak_rate(contraction: Contraction, accelerator: Accelerator) -> float | Non
 def _rates(dtype: str, accelerator: Accelerator) -> Sequence[float]:
     peaks = accelerator.peak_flops
     if dtype.startswith("float8"):
+        # Without units for 8 bits, operands are widened to 16 first.
         names = ("float8", "bfloat16", "float16")
     elif dtype == "float32":
         # Under JAX's default precision float32 operands are multiplied as TF32 on NVIDIA's tensor

@@ -14,8 +14,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep._preflight.errors import PreflightError
-from halfstep._preflight.report.entry import PreflightEntry
+from halfstep._preflight.preflight_errors import PreflightError
+from halfstep._preflight.report.preflight_entry import PreflightEntry
 
 LIMIT = 64 * 2**20
 """The most bytes that are read. A report of a thousand distinct products has less than 1 MB."""
@@ -33,6 +33,7 @@ def load(path: str | os.PathLike[str]) -> tuple[PreflightEntry, ...]:
     name = os.fspath(path)
     try:
         with pathlib.Path(path).open("rb") as file:
+            # One byte more than allowed tells a file that is too large, without reading all of it.
             read = file.read(LIMIT + 1)
     except OSError as error:
         raise PreflightError(
@@ -57,22 +58,27 @@ class _Reader:
             raise _refused(self.name, f"it is not JSON ({error})") from error
         entries = found.get("entries") if isinstance(found, dict) else None
         if not isinstance(entries, list) or not entries:
-            raise _refused(self.name, 'it has no list "entries" with an entry in it')
+            raise _refused(
+                self.name,
+                f'it has no list "entries" with an entry in it; it holds {reprlib.repr(found)}',
+            )
         return tuple(
             self.record(entry, PreflightEntry, f"entries[{number}]")
             for number, entry in enumerate(entries)
         )
 
-    def record(self, value: Any, kind: type[Any], where: str) -> Any:
+    def record(self, value: object, kind: type[Any], where: str) -> Any:
         """A dataclass from a mapping. Fields that this version does not know are left out."""
         if not isinstance(value, dict):
             raise self.misfit(where, "an object", value)
+        # The annotations of the dataclasses are the schema, so that a new field needs no reader.
         hints = typing.get_type_hints(kind)
         made: dict[str, Any] = {}
         for field in dataclasses.fields(kind):
             hint = hints[field.name]
             if field.name in value:
                 made[field.name] = self.decoded(value[field.name], hint, f"{where}.{field.name}")
+            # A field that may be `None` is one that older reports do not have.
             elif type(None) in typing.get_args(hint):
                 made[field.name] = None
             elif field.name in _MAY_BE_ABSENT:
@@ -81,12 +87,13 @@ class _Reader:
                 raise _refused(self.name, f"{where} has no {field.name!r}")
         return kind(**made)
 
-    def decoded(self, value: Any, hint: Any, where: str) -> Any:
+    def decoded(self, value: object, hint: object, where: str) -> Any:
         """A value of a type, by the annotation of the field that it is for."""
         origin, inner = typing.get_origin(hint), typing.get_args(hint)
         if origin is types.UnionType or origin is typing.Union:
             if value is None:
                 return None
+            # Unions are of one type and `None`; others would not say how to read a value.
             (hint,) = (one for one in inner if one is not type(None))
             return self.decoded(value, hint, where)
         if origin is tuple:
@@ -101,7 +108,7 @@ class _Reader:
             return self.record(value, hint, where)
         return self.scalar(value, hint, where)
 
-    def sequence(self, value: Any, inner: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    def sequence(self, value: object, inner: tuple[Any, ...], where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise self.misfit(where, "a list", value)
         if inner[-1] is Ellipsis:
@@ -113,20 +120,21 @@ class _Reader:
             for number, (one, hint) in enumerate(zip(value, inner, strict=True))
         )
 
-    def scalar(self, value: Any, hint: Any, where: str) -> Any:
+    def scalar(self, value: object, hint: object, where: str) -> str | int | float:
         if hint is str or hint is bool:
-            if not isinstance(value, hint):
+            if not isinstance(value, str if hint is str else bool):
                 raise self.misfit(where, "text" if hint is str else "true or false", value)
             return value
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or (hint is int and not isinstance(value, int)):
+        # In Python `True` is an integer; in a report it is a mistake.
+        allowed = int if hint is int else int | float
+        if isinstance(value, bool) or not isinstance(value, allowed):
             raise self.misfit(where, "a number" if hint is float else "an integer", value)
         # JSON of Python has NaN and Infinity, too; neither is less than anything that is finite.
         if not abs(value) < _LARGEST:
             raise self.misfit(where, "a finite number below 2**100", value)
         return value
 
-    def misfit(self, where: str, required: str, value: Any) -> PreflightError:
+    def misfit(self, where: str, required: str, value: object) -> PreflightError:
         got = f"{type(value).__name__} {reprlib.repr(value)}"
         return _refused(self.name, f"{where} must be {required}; got {got}")
 

@@ -1,1 +1,1 @@
-"""What a step is compiled for: accelerators, slices, meshes."""
+"""Describe what a step is compiled for: accelerators, slices, meshes."""

@@ -1,4 +1,4 @@
-"""The accelerators a step can be compiled for, as `accelerators.toml` describes them."""
+"""Describe the accelerators that a step can be compiled for, from `accelerators.toml`."""
 
 import dataclasses
 import importlib.resources
@@ -123,6 +123,8 @@ def _rates(teraflops: Mapping[str, float], *, share: float = 1.0) -> Mapping[str
 
 
 def _gpu(name: str, row: Mapping[str, Any], generations: Mapping[str, Any]) -> Accelerator:
+    # Limits of the architecture are written once per generation, what differs between boards with
+    # each.
     shared = dict(generations[row["generation"]])
     capability = tuple(shared.pop("cuda_compute_capability"))
     return Accelerator(

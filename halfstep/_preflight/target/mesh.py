@@ -1,4 +1,4 @@
-"""Which mesh a step is written for, and whether the target has as many devices."""
+"""Find the mesh that a step is written for, and check that the target has as many devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from halfstep._preflight.errors import PreflightError
+from halfstep._preflight.preflight_errors import PreflightError
 from halfstep._preflight.target.targets import Target
 
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh
@@ -24,13 +24,15 @@ def as_mesh(mesh: MeshLike | None) -> AbstractMesh | Mesh | None:
     return mesh
 
 
-def spread(shardings: Any, args: tuple[Any, ...]) -> list[Any]:
+def spread(shardings: object, args: tuple[Any, ...]) -> list[PartitionSpec | NamedSharding | None]:
     """One sharding, specification or `None` a leaf, from a prefix of the arguments' tree."""
 
-    def is_spec(node: Any) -> bool:
+    def is_spec(node: object) -> bool:
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
     try:
+        # As `in_shardings` of `jax.jit`: a specification holds for all that is below it in the
+        # tree.
         whole = jax.tree.map(
             lambda spec, below: jax.tree.map(lambda _: spec, below),
             shardings,
@@ -68,6 +70,7 @@ def find_mesh(
 def check_mesh(axes: Mapping[str, int], target: Target) -> None:
     """Refuse a mesh that the target cannot hold."""
     count = math.prod(axes.values())
+    # A target without a size is one device, and a step without a mesh is for one.
     if not axes and target.sized and target.devices > 1:
         raise PreflightError(
             f"{target.name} has {target.devices} devices, but no argument is sharded over a "

@@ -1,4 +1,4 @@
-"""Targets: what a step is compiled for, parsed from text such as `"h100:32x8"`."""
+"""Parse targets, such as `"h100:32x8"`: an accelerator and how many of it."""
 
 import dataclasses
 import difflib
@@ -192,6 +192,7 @@ def _unknown(name: str) -> str:
         if re.fullmatch(f"{known}[-_ x]+[0-9x]+", name):
             example = _example(accelerator)
             return f"{message} Write its size after a colon, as in {example!r}."
+    # Prefixes come before similar names: "v5" is the beginning of several, and all are named.
     near = [known for known in ACCELERATORS if name and known.startswith(name)]
     near = near or difflib.get_close_matches(name, ACCELERATORS, n=1)
     return f"{message} Did you mean {' or '.join(map(repr, near))}?" if near else message

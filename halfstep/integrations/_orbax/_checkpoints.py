@@ -1,4 +1,4 @@
-"""The checkpoints of one run."""
+"""Save and restore the steps of one run."""
 
 import operator
 import os
@@ -16,7 +16,7 @@ from halfstep._version import __version__
 from halfstep.integrations._orbax import _data, _files, _processes
 from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError
 from halfstep.integrations._orbax._leaves import (
-    Leaf,
+    StateLeaf,
     as_python,
     check_leaves,
     empty,
@@ -154,6 +154,8 @@ class Checkpoints:
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
         forms = {leaf.name: stored_form(leaf) for leaf in arrays}
         found = dict(zip(forms, digests(list(forms.values())), strict=True))
+        # Only process 0 writes what each process has of its own; if they differ, a restart would
+        # continue another run than the one that was stopped.
         self._check_processes_agree([leaf for leaf in arrays if is_local(leaf)], found)
         about = {leaf.name: leaf.about() for leaf in leaves}
         for name, digest in found.items():
@@ -170,6 +172,7 @@ class Checkpoints:
         items: dict[str, Any] = {_STATE: ocp.args.PyTreeSave(kept)} if kept else {}
         place = None if data is None else _data.state_of(data)
         items[_ABOUT] = _files.SaveAbout(manifest, place)
+        # `force`: Orbax has rules of its own for which steps to skip, and here the caller decides.
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._last = step
 
@@ -251,10 +254,11 @@ class Checkpoints:
         self._last = step
         return step, state
 
-    def _read(self, step: int, like: Any, leaves: list[Leaf]) -> tuple[str | None, Any]:
+    def _read(self, step: int, like: object, leaves: list[StateLeaf]) -> tuple[str | None, Any]:
         """Why a step cannot be used, and otherwise what it holds."""
         path, folder = self._path(step), str(self._directory)
         own = _files.why_damaged(path, jax.process_index(), jax.process_count())
+        # All processes agree after each stage, before the next collective: see `agree`.
         reason = _processes.agree(own)
         if reason is not None:
             return reason, None
@@ -282,18 +286,21 @@ class Checkpoints:
         return None, jax.tree.unflatten(jax.tree.structure(whole), values)
 
     def _read_arrays(
-        self, step: int, leaves: list[Leaf], about: dict[str, dict[str, Any]]
+        self, step: int, leaves: list[StateLeaf], about: dict[str, dict[str, Any]]
     ) -> tuple[dict[str, Any], str | None]:
         wanted = [leaf for leaf in leaves if not is_empty(about[leaf.name])]
         found: dict[str, Any] = {}
         if wanted:
             reading = ocp.args.PyTreeRestore(
+                # Orbax takes the structure from it; values come from `restore_args`.
                 item={leaf.name: 0 for leaf in wanted},
                 restore_args={leaf.name: restore_args(leaf) for leaf in wanted},
             )
             try:
                 args = ocp.args.Composite(**{_STATE: reading})
                 found = dict(self._manager.restore(step, args=args)[_STATE])
+            # Whatever Orbax raises on damaged files, which is not documented, an older step may be
+            # good.
             except Exception as error:
                 return {}, f"Orbax cannot read it: {error}"
         forms = {leaf.name: found.get(leaf.name) for leaf in wanted}
@@ -311,6 +318,8 @@ class Checkpoints:
         if self._is_writer:
             return
         after = -1 if self._last is None else self._last
+        # A folder that has later steps than those this run began from belongs to another run, whose
+        # steps Orbax would count and delete as its own.
         newer = [found for found in self._listed() if found > after]
         bad = [
             n for n in newer if n in self._passed_over or not _files.looks_complete(self._path(n))
@@ -326,12 +335,14 @@ class Checkpoints:
             _files.set_aside(self._directory, bad)
             _files.remove_unfinished(self._directory)
         _processes.wait_for_all("halfstep.integrations.orbax: begin writing")
+        # Orbax lists the steps once, when the manager is made.
         self._manager.reload()
         self._is_writer = True
 
-    def _check_processes_agree(self, leaves: list[Leaf], found: dict[str, str]) -> None:
+    def _check_processes_agree(self, leaves: list[StateLeaf], found: dict[str, str]) -> None:
         if jax.process_count() == 1:
             return
+        # One digest of all digests first: leaf by leaf only when there is something to be found.
         said = _processes.gather(_files.hash_text("".join(found[leaf.name] for leaf in leaves)))
         if len(set(said)) == 1:
             return

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Define the errors of checkpoints."""
 
 
 class CheckpointError(ValueError):

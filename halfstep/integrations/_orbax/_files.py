@@ -1,4 +1,4 @@
-"""The folder of a run, and the files of each step: are they all as they were written?
+"""Read, write and verify the files of each step in the folder of a run.
 
 A step's folder is Orbax's. Beside its `state` there is `about`, with
 
@@ -37,7 +37,7 @@ class AboutHandler(ocp.CheckpointHandler):
             name = _data_name(jax.process_index(), jax.process_count())
             (directory / name).write_text(json.dumps(args.data))
 
-    def restore(self, directory: epath.Path, args: Any = None) -> Any:
+    def restore(self, directory: epath.Path, args: object = None) -> Any:
         """Not by Orbax: see `read_manifest`."""
         # Orbax does not call it.
         raise NotImplementedError
@@ -50,9 +50,12 @@ class AboutHandler(ocp.CheckpointHandler):
         renamed = {
             name.replace(f"{directory.name}/", f"{ABOUT}/", 1): p for name, p in names.items()
         }
+        # hashlib releases the lock of the interpreter, so threads hash in parallel.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             sums = pool.map(_hash, renamed.values())
         lines = "".join(f"{found}  {name}\n" for found, name in zip(sums, renamed, strict=True))
+        # The last line is the hash of the lines before it: a list that was cut off would otherwise
+        # verify a step that lacks files.
         (directory / _SUMS).write_text(f"{lines}# {hash_text(lines)}\n")
 
 
@@ -102,7 +105,7 @@ def _data_name(process: int, processes: int) -> str:
 
 
 def looks_complete(step: epath.Path) -> bool:
-    """Whether a folder has what is written last. It does not look into files."""
+    """Return whether a folder has what is written last. It does not look into files."""
     return (step / ABOUT / _SUMS).exists()
 
 
@@ -128,6 +131,8 @@ def why_damaged(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
         if own != f"{hash_text(lines)}\n":
             return f"`{ABOUT}/{_SUMS}` is not what was written"
         listed = [line.split("  ", 1) for line in lines.splitlines()]
+        # Each process reads its share, so that verifying takes as long as reading and not as many
+        # times.
         for expected, name in listed[part::parts]:
             if not (step / name).exists():
                 return f"`{name}` is missing"
@@ -139,7 +144,7 @@ def why_damaged(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def read_manifest(step: epath.Path) -> dict[str, Any]:
-    """What each leaf is, and of which run the step is."""
+    """Read what each leaf is, and of which run the step is."""
     return json.loads((step / ABOUT / _MANIFEST).read_text())
 
 
@@ -151,6 +156,7 @@ def read_data(step: epath.Path) -> Any:
         FileNotFoundError: If there is none.
     """
     process, processes = jax.process_index(), jax.process_count()
+    # With as many processes as before, each goes on from its own place.
     own = step / ABOUT / _data_name(process, processes)
     if own.exists():
         return json.loads(own.read_text())
@@ -159,6 +165,7 @@ def read_data(step: epath.Path) -> Any:
         # The caller catches it and raises a CheckpointError.
         raise FileNotFoundError
     texts = {path.read_text() for path in files}
+    # Iterators that were all at one place can be split among any number of processes.
     if len(texts) > 1:
         raise CheckpointError(
             f"the data iterators of {len(files)} processes are each at another place, and there "

@@ -1,4 +1,4 @@
-"""The leaves of a state: by name, as Orbax stores them, and whether a step has those of `like`."""
+"""Name the leaves of a state, convert them for Orbax, and compare those of a step with `like`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +11,10 @@ import orbax.checkpoint as ocp
 from halfstep.integrations._orbax._errors import CheckpointError
 
 _SHOWN = 5
+_Array = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
-class Leaf(NamedTuple):
+class StateLeaf(NamedTuple):
     """One leaf of a state, or of what one is to be restored like."""
 
     name: str
@@ -22,7 +23,7 @@ class Leaf(NamedTuple):
     """`array`, `key` (typed PRNG keys), `value` (Python's numbers and texts) or `other`."""
 
     def about(self) -> dict[str, Any]:
-        """What a manifest says of it, digests apart."""
+        """Describe the leaf for the manifest, without its digest."""
         if self.kind == "array":
             return _about_array(self.value)
         if self.kind == "key":
@@ -33,14 +34,16 @@ class Leaf(NamedTuple):
         return {"other": type(self.value).__name__}
 
 
-def leaves_of(tree: Any) -> list[Leaf]:
+def leaves_of(tree: object) -> list[StateLeaf]:
     """The leaves of a tree, named as Python would reach them: `.model.layers[0].weight`.
 
     Raises:
         CheckpointError: If two have the same name.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [Leaf(jax.tree_util.keystr(path) or ".", leaf, kind_of(leaf)) for path, leaf in found]
+    leaves = [
+        StateLeaf(jax.tree_util.keystr(path) or ".", leaf, kind_of(leaf)) for path, leaf in found
+    ]
     names = [leaf.name for leaf in leaves]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -48,23 +51,27 @@ def leaves_of(tree: Any) -> list[Leaf]:
             f"two leaves of the state are both named `{twice}`, so they could not be told apart. "
             "Register the node with keys (jax.tree_util.register_pytree_with_keys)."
         )
-    return leaves
+    return [
+        StateLeaf(name, leaf, kind_of(leaf)) for name, (_, leaf) in zip(names, found, strict=True)
+    ]
 
 
-def kind_of(leaf: Any) -> str:
-    """How a leaf is stored; see `Leaf`."""
+def kind_of(leaf: object) -> str:
+    """Return how a leaf is stored; see `StateLeaf`."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return "key" if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else "array"
+    # Objects, texts, dates and records are not arrays of numbers, which is what Orbax stores.
     if isinstance(leaf, np.ndarray | np.generic):
         return "array" if leaf.dtype.kind not in "OSUMm" and not leaf.dtype.fields else "other"
     return "value" if isinstance(leaf, bool | int | float | complex | str) else "other"
 
 
-def key_impl(keys: Any) -> Any:
+def key_impl(keys: jax.Array | jax.ShapeDtypeStruct) -> Any:
     """The implementation of PRNG keys, of their shape alone too."""
+    # `key_impl` wants keys, and `like` may have their shape only: tracing makes keys of a shape.
     found = []
 
-    def look(keys: Any) -> Any:
+    def look(keys: jax.Array) -> jax.Array:
         found.append(jax.random.key_impl(keys))
         return jax.random.key_data(keys)
 
@@ -92,25 +99,25 @@ def as_python(about: dict[str, Any]) -> Any:
 
 
 def is_empty(about: dict[str, Any]) -> bool:
-    """Whether an array has no elements; Orbax stores none of those."""
+    """Return whether an array has no elements; Orbax stores none of those."""
     return 0 in about["shape"]
 
 
-def _about_array(array: Any) -> dict[str, Any]:
+def _about_array(array: _Array) -> dict[str, Any]:
     return {"dtype": str(np.dtype(array.dtype)), "shape": list(array.shape)}
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     return [value.real, value.imag] if isinstance(value, complex) else value
 
 
 # On the way to Orbax and back, onto the shardings of `like`.
 
 
-def stored_form(leaf: Leaf) -> Any:
-    """What Orbax is given: an array over all processes, or NumPy's."""
+def stored_form(leaf: StateLeaf) -> jax.Array | np.ndarray:
+    """Return what Orbax is given: an array over all processes, or NumPy's."""
     if leaf.kind == "key":
-        return stored_form(Leaf(leaf.name, jax.random.key_data(leaf.value), "array"))
+        return stored_form(StateLeaf(leaf.name, jax.random.key_data(leaf.value), "array"))
     if not isinstance(leaf.value, jax.Array):
         return np.asarray(leaf.value)
     # One process's own array is the same on all, as is checked; process 0 writes it.
@@ -129,8 +136,8 @@ def _readable(array: jax.Array) -> jax.Array:
     return array
 
 
-def is_local(leaf: Leaf) -> bool:
-    """Whether a leaf is each process's own, so that it could differ between them."""
+def is_local(leaf: StateLeaf) -> bool:
+    """Return whether a leaf is each process's own, so that it could differ between them."""
     return not isinstance(leaf.value, jax.Array) or leaf.value.is_fully_addressable
 
 
@@ -138,15 +145,15 @@ def _is_of_one_process(array: jax.Array) -> bool:
     return jax.process_count() > 1 and array.is_fully_addressable
 
 
-def restore_args(like: Leaf) -> ocp.RestoreArgs:
-    """How Orbax is to read a leaf."""
+def restore_args(like: StateLeaf) -> ocp.RestoreArgs:
+    """Return how Orbax is to read a leaf."""
     sharding = _sharding(like)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(sharding=sharding)
 
 
-def _sharding(like: Leaf) -> Any:
+def _sharding(like: StateLeaf) -> Any:
     """The sharding that Orbax reads onto; `None` for arrays that are read as NumPy's."""
     leaf = like.value
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
@@ -158,19 +165,21 @@ def _sharding(like: Leaf) -> Any:
     return leaf.sharding
 
 
-def finished(like: Leaf, array: Any) -> Any:
-    """What was read, as the leaf it is to replace is."""
+def finished(like: StateLeaf, array: jax.Array | np.ndarray) -> Any:
+    """Convert what was read to the kind of the leaf that it replaces."""
     leaf = like.value
     if isinstance(leaf, np.generic):
         return array[()]
     if isinstance(leaf, np.ndarray):
         return array
-    if not isinstance(array, jax.Array):
-        placed = isinstance(leaf, jax.Array) and leaf.committed and like.kind != "key"
-        array = jax.device_put(array, leaf.sharding) if placed else jnp.asarray(array)
     if like.kind == "key":
-        return jax.random.wrap_key_data(array, impl=key_impl(leaf))
-    return array
+        data = array if isinstance(array, jax.Array) else jnp.asarray(array)
+        return jax.random.wrap_key_data(data, impl=key_impl(leaf))
+    if isinstance(array, jax.Array):
+        return array
+    # Only an array that was committed to a device goes back to it; the others follow the default.
+    placed = isinstance(leaf, jax.Array) and leaf.committed
+    return jax.device_put(array, leaf.sharding) if placed else jnp.asarray(array)
 
 
 def empty(about: dict[str, Any]) -> np.ndarray:
@@ -182,7 +191,7 @@ def empty(about: dict[str, Any]) -> np.ndarray:
 
 
 def check_leaves(
-    like: Sequence[Leaf], saved: Mapping[str, Mapping[str, Any]], step: int, folder: str
+    like: Sequence[StateLeaf], saved: Mapping[str, Mapping[str, Any]], step: int, folder: str
 ) -> None:
     """Raise unless all leaves fit.
 
@@ -213,7 +222,7 @@ def check_leaves(
         )
 
 
-def _fits(leaf: Leaf, stored: Mapping[str, Any]) -> bool:
+def _fits(leaf: StateLeaf, stored: Mapping[str, Any]) -> bool:
     asked = leaf.about()
     # The values of Python's own leaves are what is restored, and another type is no other state.
     ignored = ("digest", "value", "other")
@@ -221,7 +230,7 @@ def _fits(leaf: Leaf, stored: Mapping[str, Any]) -> bool:
     return kept == {name: value for name, value in asked.items() if name not in ignored}
 
 
-def _advice(leaf: Leaf, stored: Mapping[str, Any]) -> str:
+def _advice(leaf: StateLeaf, stored: Mapping[str, Any]) -> str:
     if leaf.kind == "array" and "dtype" in stored and "keys" not in stored:
         dtype, shape = stored["dtype"], tuple(stored["shape"])
         return (

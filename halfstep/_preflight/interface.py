@@ -1,4 +1,4 @@
-"""Will it fit? Asked of the real compilers, without the hardware."""
+"""Define `halfstep.preflight` and `preflight.largest_batch`: compile steps and report on them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,9 @@ from halfstep._base import Progress
 from halfstep._preflight.compile.compiler import check_flags, compile_program
 from halfstep._preflight.compile.lowering import Program, lower
 from halfstep._preflight.compile.requirements import compiler_versions
-from halfstep._preflight.errors import PreflightError, RefusedError
-from halfstep._preflight.report.entry import PreflightEntry, make_entry
-from halfstep._preflight.report.report import PreflightReport
+from halfstep._preflight.preflight_errors import PreflightError, RefusedError
+from halfstep._preflight.report.preflight_entry import PreflightEntry, make_entry
+from halfstep._preflight.report.preflight_report import PreflightReport
 from halfstep._preflight.report.roles import Argument, arguments as with_roles
 from halfstep._preflight.search import LargestBatch, search
 from halfstep._preflight.target.mesh import MeshLike, as_mesh, check_mesh
@@ -113,7 +113,9 @@ class Preflight:
             targets = [targets]
         parsed = [parse_target(target) for target in targets]
         if not parsed:
-            raise PreflightError('no target given; write targets="h100", say.')
+            raise PreflightError(
+                f'no target given; got targets={targets!r}. Write targets="h100", say.'
+            )
         prepared = [
             _prepare(case, parsed, options, roles) for case in _cases(step, tuple(args), variants)
         ]
@@ -193,6 +195,8 @@ class Preflight:
         )
         parsed = parse_target(target)
 
+        # One way for the whole search: if Triton refuses a batch in the middle, all of them are
+        # compiled again by the library, because peaks of two compilers do not lie on one line.
         def find(way: str) -> LargestBatch:
             def compile_batch(batch: int) -> PreflightEntry:
                 step, args = step_for_batch(batch)
@@ -215,7 +219,7 @@ class _Options:
 
     donate_argnums: int | Sequence[int]
     mesh: MeshLike | None
-    shardings: Any
+    shardings: object
     memory_fraction: float | None
     gemm: Gemm
     flags: Sequence[str]
@@ -257,6 +261,7 @@ def _cases(
     args: tuple[Any, ...],
     variants: Mapping[str, Step | tuple[Step, Sequence[Any]]] | None,
 ) -> list[_Case]:
+    # A function without a name, such as a `functools.partial`, is called "step".
     cases = [] if step is None else [_Case(getattr(step, "__name__", "step"), step, args)]
     for name, variant in (variants or {}).items():
         func, given = variant if isinstance(variant, tuple) else (variant, args)
@@ -264,7 +269,7 @@ def _cases(
     names = [case.name for case in cases]
     if not cases or len(set(names)) < len(names):
         raise PreflightError(
-            "give a step, or variants by names of their own; got "
+            "pass a step, or `variants`, a mapping of names to steps, each name once; got "
             f"{'neither' if not cases else f'the names {names}'}."
         )
     return cases
@@ -282,6 +287,8 @@ def _prepare(
         platform, capability = accelerator.platform, accelerator.capability
         # First of all: who has no compiler must not wait for a trace to learn it.
         compiler_versions(platform)
+        # A program that did not ask for the generation is stored without one, and is for all of
+        # them.
         program = lowered.get((platform, capability)) or lowered.get((platform, None))
         if program is None:
             with compiling_for(capability) as told:

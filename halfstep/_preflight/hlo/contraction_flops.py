@@ -1,4 +1,4 @@
-"""What contractions compute: dots, convolutions and the library calls that stand for them.
+"""Count the FLOPs of dots, convolutions and the library calls that stand for them.
 
 A multiply-add counts two FLOPs, also of complex numbers, and once whatever the precision that is
 asked for (a TPU may need several passes). A convolution counts only window positions that fall on
@@ -84,7 +84,7 @@ def uncounted(instruction: Instruction) -> str | None:
 
 
 def custom_call_target(instruction: Instruction) -> str:
-    """Which function a custom call calls."""
+    """Return the name of the function that a custom call calls."""
     return instruction.text("custom_call_target").strip('"')
 
 
@@ -93,7 +93,8 @@ def _arrays(computation: Computation, instruction: Instruction) -> tuple[Array, 
     shapes = computation.shapes(instruction)
     arrays = tuple(shape for shape in shapes if isinstance(shape, Array))
     if len(arrays) != len(shapes) or len(shapes) < 2 or not instruction.results:
-        raise instruction.error("two arrays as operands and an array as the result")
+        found = f"operands of the shapes {shapes} and {len(instruction.results)} results"
+        raise instruction.error(f"two arrays as operands and an array as the result, not {found},")
     return arrays
 
 
@@ -109,6 +110,8 @@ def _dot(computation: Computation, instruction: Instruction) -> Contracted:
     # scaled-dot has the scales behind the factors, or each behind its own.
     if len(arrays) >= 4 and arrays[2].size > rhs.size:
         rhs = arrays[2]
+    # Every element of the result is a sum over the contracted dimensions; batch dimensions are in
+    # it already.
     contracted = _sizes(instruction, lhs, instruction.integers("lhs_contracting_dims", ""))
     return Contracted(lhs, rhs, out, 2 * out.size * contracted)
 
@@ -136,6 +139,7 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
             for key in ("rhs_contracting_dimensions", "rhs_batch_dimensions")
             for dim in numbers.get(key, ())
         ]
+        # Every element of the left operand meets every free column of the right one.
         free = rhs.size // max(1, _sizes(instruction, rhs, shared))
         return Contracted(lhs, rhs, instruction.results[0], 2 * lhs.size * free)
     if target == "__cudnn$blockScaledDot":
@@ -158,11 +162,14 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
 
 
 def _dimension_numbers(instruction: Instruction) -> dict[str, Any]:
+    text = instruction.text("backend_config")
     try:
-        config = json.loads(instruction.text("backend_config"))
+        config = json.loads(text)
         return config.get("gemm_backend_config", config)["dot_dimension_numbers"]
     except (json.JSONDecodeError, KeyError, AttributeError):
-        raise instruction.error("`dot_dimension_numbers` in its backend_config") from None
+        raise instruction.error(
+            f"`dot_dimension_numbers` in its backend_config `{text[:80]}`"
+        ) from None
 
 
 def _convolution(
@@ -183,6 +190,7 @@ def _convolution(
         for label, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
     )
     positions = 1
+    # Dimensions are independent of each other, so their valid positions multiply.
     for axis, spatial in enumerate(window):
         name = str(axis)
         positions *= _valid_positions(lhs_dims[name], out_dims[name], *spatial)
@@ -197,6 +205,8 @@ def _window(instruction: Instruction, rank: int) -> list[tuple[int, int, int, in
     def numbers(key: str, default: int) -> list[int]:
         if key not in fields:
             return [default] * rank
+        # Padding is written as `before_after`; what is behind the last element follows from the
+        # output.
         return [int(number.split("_")[0]) for number in fields[key].split("x")]
 
     columns = (
@@ -225,6 +235,7 @@ def _valid_positions(
     count = 0
     for element in range(size):
         offset = element * dilation - pad
+        # No multiple of the stride reaches an element: all positions are on holes.
         if offset % common:
             continue
         low = max(0, -(offset // stride))

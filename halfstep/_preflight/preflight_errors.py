@@ -1,4 +1,4 @@
-"""What can go wrong before there is an answer."""
+"""Define the errors that are raised when there is no answer, or a step does not fit."""
 
 
 class PreflightError(RuntimeError):

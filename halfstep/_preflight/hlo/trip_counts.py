@@ -1,4 +1,4 @@
-"""How often a loop of an optimized HLO program turns.
+"""Work out how many iterations a loop of an optimized HLO program has.
 
 XLA:GPU and XLA:CPU print it. XLA:TPU does not, so it is worked out here: the condition compares one
 element of the loop's state with a constant, the body adds a constant to that element, and the state
@@ -27,17 +27,19 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """An element of a loop's state as the turn began, plus a constant."""
+    """An element of a loop's state as the iteration began, plus a constant."""
 
     path: Path
     offset: int = 0
 
 
+# The domain of an abstract interpreter: a known number, an element of the state plus a constant, or
+# nothing that is known. Counters of loops need no more.
 Value = int | _Element | None
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ValueFrame:
     """A computation together with what is known of its arguments."""
 
     module: Module
@@ -47,17 +49,17 @@ class Frame:
 
     def call(
         self, instruction: Instruction, computation: Computation, *, first: int = 0
-    ) -> "Frame":
+    ) -> "ValueFrame":
         """The frame of a computation that gets an instruction's operands, from `first` on."""
         operands = instruction.operands[first:]
 
         def argument(number: int, path: Path) -> Value:
             return self.value(operands[number], path) if number < len(operands) else None
 
-        return Frame(self.module, computation, argument)
+        return ValueFrame(self.module, computation, argument)
 
     def value(self, name: str, path: Path = ()) -> Value:
-        """What is known about an instruction's value, or about one element of a tuple."""
+        """Return what is known about an instruction's value, or about one element of a tuple."""
         if (name, path) not in self.known:
             self.known[name, path] = self._value(name, path)
         return self.known[name, path]
@@ -83,6 +85,8 @@ class Frame:
             case "fusion" | "call":
                 (called,) = self.module.called(instruction, "calls", "to_apply")
                 return self.call(instruction, called).value(called.result.name, path)
+            # Behind an inner loop, an outer one can still count by what the inner one never
+            # changed.
             case "while":
                 return _invariants(self, instruction)(0, path)
             case opcode if opcode in _SAME_VALUE:
@@ -102,18 +106,20 @@ def _sum(left: Value, right: Value, sign: int) -> Value:
     return None
 
 
-def _step(frame: Frame, loop: Instruction, path: Path) -> int | None:
-    """What one turn adds to an element of the state, if that is a constant."""
+def _step(frame: ValueFrame, loop: Instruction, path: Path) -> int | None:
+    """Return what one iteration adds to an element of the state, if that is a constant."""
     (body,) = frame.module.called(loop, "body")
-    inside = Frame(frame.module, body, lambda number, path: _Element(path))
+    # The state is a symbol here, so that the result shows what one iteration adds to it.
+    inside = ValueFrame(frame.module, body, lambda number, path: _Element(path))
     after = inside.value(body.result.name, path)
     return after.offset if isinstance(after, _Element) and after.path == path else None
 
 
-def _invariants(frame: Frame, loop: Instruction) -> Callable[[int, Path], Value]:
-    """The elements of a loop's state that no turn changes, by their value before the loop."""
+def _invariants(frame: ValueFrame, loop: Instruction) -> Callable[[int, Path], Value]:
+    """The elements of a loop's state that no iteration changes, by their value before the loop."""
 
     def argument(number: int, path: Path) -> Value:
+        # Only elements that the body hands on as they are have one value in all iterations.
         if number == 0 and path and _step(frame, loop, path) == 0:
             return frame.value(loop.operands[0], path)
         return None
@@ -121,14 +127,14 @@ def _invariants(frame: Frame, loop: Instruction) -> Callable[[int, Path], Value]
     return argument
 
 
-def body_frame(frame: Frame, loop: Instruction, key: str) -> Frame:
+def body_frame(frame: ValueFrame, loop: Instruction, key: str) -> ValueFrame:
     """The frame of a loop's body or condition."""
     (called,) = frame.module.called(loop, key)
-    return Frame(frame.module, called, _invariants(frame, loop))
+    return ValueFrame(frame.module, called, _invariants(frame, loop))
 
 
-def trip_count(frame: Frame, loop: Instruction) -> int | None:
-    """How often a `while` turns, or `None` if the text does not tell.
+def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
+    """Count the iterations of a `while`; `None` if the text does not tell.
 
     Args:
         frame: The computation the loop is in.
@@ -138,11 +144,12 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
     if known:
         return int(known[1])
     (condition,) = frame.module.called(loop, "condition")
-    inside = Frame(frame.module, condition, lambda number, path: _Element(path))
+    inside = ValueFrame(frame.module, condition, lambda number, path: _Element(path))
     compared = _comparison(inside, condition.result.name)
     if compared is None:
         return None
     direction, left, right = compared
+    # The bound may be carried in the state as well, and be a constant from before the loop.
     left, right = _settle(frame, loop, left), _settle(frame, loop, right)
     if isinstance(left, int) and isinstance(right, _Element):
         left, right, direction = right, left, _FLIPPED[direction]
@@ -151,10 +158,10 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
     first, step = frame.value(loop.operands[0], left.path), _step(frame, loop, left.path)
     if not isinstance(first, int) or step is None:
         return None
-    return _turns(first + left.offset, step, direction, right)
+    return _iterations(first + left.offset, step, direction, right)
 
 
-def _comparison(frame: Frame, name: str) -> tuple[str, Value, Value] | None:
+def _comparison(frame: ValueFrame, name: str) -> tuple[str, Value, Value] | None:
     """The comparison a condition's root is."""
     instruction = frame.computation[name]
     if instruction.opcode == "compare":
@@ -168,7 +175,7 @@ def _comparison(frame: Frame, name: str) -> tuple[str, Value, Value] | None:
     return None
 
 
-def _settle(frame: Frame, loop: Instruction, value: Value) -> Value:
+def _settle(frame: ValueFrame, loop: Instruction, value: Value) -> Value:
     """The number that an element of the state is throughout the loop, if it is one."""
     if isinstance(value, _Element) and _step(frame, loop, value.path) == 0:
         before = frame.value(loop.operands[0], value.path)
@@ -176,8 +183,8 @@ def _settle(frame: Frame, loop: Instruction, value: Value) -> Value:
     return value
 
 
-def _turns(first: int, step: int, direction: str, bound: int) -> int | None:
-    """Turns of `for (i = first; i <direction> bound; i += step)`; `None` if it never ends."""
+def _iterations(first: int, step: int, direction: str, bound: int) -> int | None:
+    """Iterations of `for (i = first; i <direction> bound; i += step)`; `None` if it never ends."""
     holds = {
         "LT": operator.lt,
         "LE": operator.le,
@@ -188,6 +195,7 @@ def _turns(first: int, step: int, direction: str, bound: int) -> int | None:
     }[direction]
     if not holds(first, bound):
         return 0
+    # True once, and false after the first change; without a change it never ends.
     if direction == "EQ":
         return 1 if step else None
     upward, downward = direction in ("LT", "LE"), direction in ("GT", "GE")

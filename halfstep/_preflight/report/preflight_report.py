@@ -1,4 +1,4 @@
-"""The answer to: will it fit?"""
+"""Report on every step and target: whether it fits, as text, HTML, JSON and a plot."""
 
 import dataclasses
 import os
@@ -6,9 +6,9 @@ from typing import Any
 
 from halfstep._base import Report, size
 from halfstep._explain import LintError
-from halfstep._preflight.errors import DoesNotFitError
-from halfstep._preflight.report.comparison import PreflightComparison, compared
-from halfstep._preflight.report.entry import PreflightEntry
+from halfstep._preflight.preflight_errors import DoesNotFitError
+from halfstep._preflight.report.preflight_comparison import PreflightComparison, compared
+from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.rendering import detail, f8_miss, html, plot, table
 from halfstep._preflight.report.saved import load
 
@@ -211,6 +211,7 @@ def _shortage(entry: PreflightEntry) -> str:
         "outputs": "donating the arguments that the outputs replace (donate_argnums)",
     }.get(largest, "a larger target")
     over = entry.peak_bytes - entry.usable_bytes
+    # JAX preallocates a part of the memory. What fits on the device may not fit into that part.
     share = ""
     if entry.peak_bytes <= entry.capacity_bytes:
         share = (
