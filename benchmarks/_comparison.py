@@ -23,7 +23,7 @@ def text(made: Mapping[str, Any]) -> str:
             parts += [f"**{group}**", table(rows, columns)]
     versions = "; ".join(_versions(peer) for name, peer in peers.items() if name != OURS)
     parts += [
-        "`yes`, `partly` and `no` are what a probe saw; `-`: there is no such thing in it; `not "
+        "`yes`, `partly` and `no` are what a probe saw; `-`: the library has no such feature; `not "
         "run`: it could not be installed.",
         f"Versions: {versions}.",
         "## Row by row",
@@ -61,14 +61,12 @@ def _versions(peer: Mapping[str, Any]) -> str:
 
 
 def _details(key: str, feature: Feature, peers: Mapping[str, Any]) -> list[str]:
-    tests = ", ".join(f"`{test}`" for test in feature.tests)
-    lines = [
-        f"- **{peer['name']}**, {_cell(peer, key)}: "
-        + (peer["found"][key]["evidence"] if "found" in peer else str(peer.get("not_run")))
-        for peer in peers.values()
-    ]
-    return [
-        f"### {feature.title}",
-        f"{feature.asked} halfstep's tests: {tests}.",
-        "\n".join(lines),
-    ]
+    """What the probe saw: libraries that gave the same answer share a line, absences have none."""
+    seen: dict[str, list[str]] = {}
+    for peer in peers.values():
+        if peer.get("found", {}).get(key, {}).get("answer") == "absent":
+            continue
+        evidence = peer["found"][key]["evidence"] if "found" in peer else peer["not_run"]
+        seen.setdefault(f"{_cell(peer, key)}: {evidence}", []).append(f"**{peer['name']}**")
+    lines = [f"- {', '.join(names)}, {said}" for said, names in seen.items()]
+    return [f"### {feature.title}", feature.asked, "\n".join(lines)]
