@@ -1,9 +1,11 @@
 """Which rows of a matrix of tests are run on every change; the others are `slow`."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
+
+_T = TypeVar("_T")
 
 
 def slow_unless(rows: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
@@ -17,3 +19,11 @@ def slow_unless(rows: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:
         marks = () if fast(*values) else pytest.mark.slow
         marked.append(pytest.param(*values, marks=marks))
     return marked
+
+
+def spread(rows: Sequence[_T], count: int) -> list[_T]:
+    """So many of the rows, evenly spread, the first and the last among them."""
+    if count >= len(rows):
+        return list(rows)
+    step = (len(rows) - 1) / max(count - 1, 1)
+    return [rows[round(number * step)] for number in range(count)]

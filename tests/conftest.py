@@ -17,6 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "JAX_COMPILATION_CACHE_DIR" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] += "-" + os.environ["PYTEST_XDIST_WORKER"]
 
+import collections
 import gc
 import pathlib
 import random
@@ -25,6 +26,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 import pytest
+
+from tests._rows import spread
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -62,6 +65,29 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     text = collection_path.read_text() if collection_path.is_file() else ""
     # `None` leaves the decision to others; `False` would collect what they leave out.
     return None if all(f"pytest.mark.{name}" in text for name in names) else True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--rows 3`: of every parametrized test only three rows, for a run of another JAX."""
+    parser.addoption("--rows", type=int, help="of each parametrized test, run this many rows")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark rows `slow` beyond those that a test's marker `rows` or the option `--rows` asks for.
+
+    A matrix of rows says most with a few of them, spread over it: a fault in one mechanism fails
+    more than one. The others run every night and before a release.
+    """
+    tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for rows in tests.values():
+        marker = rows[0].get_closest_marker("rows")
+        limits = [*(marker.args if marker else ()), config.option.rows or len(rows)]
+        for item in set(rows) - set(spread(rows, min(limits))):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

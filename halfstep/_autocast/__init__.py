@@ -19,7 +19,7 @@ from halfstep._autocast.kinds import (
     Kind as Kind,
 )
 from halfstep._autocast.nested import (
-    hold as hold,
+    carried_operands as carried_operands,
 )
 from halfstep._autocast.picks import (
     PICKS as PICKS,

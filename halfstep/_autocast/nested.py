@@ -8,17 +8,27 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jaxtyping import PyTree
 
-from halfstep._autocast.f8.product import Slots
 from halfstep._autocast.kinds import Kind, carried, join
-from halfstep._autocast.plans import FLOAT32, Decision, Plan, Settings, held_dtype, out_kinds
+from halfstep._autocast.plans import (
+    FLOAT32,
+    Decision,
+    Plan,
+    Settings,
+    held_dtype,
+    inner_plans,
+    out_kinds,
+)
 from halfstep._autocast.primitives import Rule
 from halfstep._base import cast
 from halfstep._program import (
     Cond,
     Constant,
     Graph,
+    Inside,
     Jit,
     Node,
     Remat,
@@ -26,6 +36,7 @@ from halfstep._program import (
     ShardMap,
     While,
     graph_of,
+    run_inside,
 )
 
 Planner = Callable[..., Plan]
@@ -112,33 +123,6 @@ def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
     return found
 
 
-def _run_scan(call: Call) -> list[Any]:
-    decision, loop = call.decision, call.node.structured(Scan)
-    inner, kinds = decision.inner
-    avals = [inner.graph.avals[n] for n in inner.graph.inputs]
-    values = hold(call.operands, kinds, avals, call.settings.compute)
-    consts, init, xs = loop.split(values)
-
-    def body(carry: Sequence[Any], given: tuple[Sequence[Any], Slots | None]) -> Any:
-        x, own = given
-        results = call.run(inner, [*consts, *carry, *x], decision.outs, slots=own)
-        return tuple(results[: loop.carries]), tuple(results[loop.carries :])
-
-    carry, ys = loop.bind(body, tuple(init), (tuple(xs), call.slots))
-    return [*carry, *ys]
-
-
-def hold(
-    values: Sequence[Any], kinds: Sequence[Kind], avals: Sequence[Any], compute: np.dtype
-) -> list[Any]:
-    """The operands of a loop in the dtypes that kinds stand for."""
-    made = []
-    for value, kind, aval in zip(values, kinds, avals, strict=True):
-        dtype = held_dtype(aval, kind, compute)
-        made.append(value if dtype is None else cast(value, dtype))
-    return made
-
-
 # While.
 
 
@@ -158,21 +142,6 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
         carry = stable
 
 
-def _run_while(call: Call) -> list[Any]:
-    decision, loop, run = call.decision, call.node.structured(While), call.run
-    test, body, kinds = decision.inner
-    inputs = test.graph.inputs[: loop.test_consts]
-    avals = [test.graph.avals[n] for n in inputs] + [body.graph.avals[n] for n in body.graph.inputs]
-    values = hold(call.operands, kinds, avals, call.settings.compute)
-    of_condition, of_body, init = loop.split(values)
-    results = loop.bind(
-        lambda carry: run(test, [*of_condition, *carry], [Kind.OTHER])[0],
-        lambda carry: tuple(run(body, [*of_body, *carry], decision.outs)),
-        tuple(init),
-    )
-    return list(results)
-
-
 # Cond and switch.
 
 
@@ -184,18 +153,6 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     # Which branch runs is known only on the device, and all of them return the same dtypes.
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
     return inner_decision(outs, tuple(branches))
-
-
-def _run_cond(call: Call) -> list[Any]:
-    decision = call.decision
-
-    def runner(branch: Plan, own: Slots | None) -> Callable[..., Any]:
-        return lambda *values: tuple(call.run(branch, values, decision.outs, slots=own))
-
-    given = [None] * len(decision.inner) if call.slots is None else call.slots
-    branches = [runner(*pair) for pair in zip(decision.inner, given, strict=True)]
-    index, *values = call.operands
-    return list(call.node.structured(Cond).bind(index, branches, *values))
 
 
 # Calls.
@@ -228,23 +185,6 @@ def _plan_shard_map(
     return _plan_call(node, kinds, without_state(settings), plan)
 
 
-def _run_shard_map(call: Call) -> list[Any]:
-    decision = call.decision
-    results = call.node.structured(ShardMap).bind(
-        lambda *values: tuple(call.run(decision.inner, values, decision.outs)), *call.operands
-    )
-    return list(results)
-
-
-def _run_jit(call: Call) -> list[Any]:
-    decision = call.decision
-    results = call.node.structured(Jit).bind(
-        lambda *values: tuple(call.run(decision.inner, values, decision.outs, slots=call.slots)),
-        *call.operands,
-    )
-    return list(results)
-
-
 RECOMPUTED = Remat.names
 PLANNERS = MappingProxyType(
     {
@@ -256,12 +196,58 @@ PLANNERS = MappingProxyType(
         **dict.fromkeys(Jit.names, _plan_call),
     }
 )
+
+
+# All of them run in one way.
+
+
+class _Planned(Inside[Any, tuple[()]]):
+    """The functions inside an operation, each run by its plan; nothing is handed out beside."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.node)
+        self.planned = call
+        self.plans = list(inner_plans(call.decision.inner))
+
+    def run(
+        self, number: int, values: Sequence[Any], state: PyTree
+    ) -> tuple[Sequence[Any], tuple[()]]:
+        # Of a `while`, the first plan is that of its test.
+        plan = self.plans[-1] if isinstance(self.node.structure, While) else self.plans[number]
+        return self.planned.run(plan, values, self.planned.decision.outs, slots=state), ()
+
+    def goes_on(self, values: Sequence[Any]) -> jax.Array:
+        return self.planned.run(self.plans[0], values, [Kind.OTHER])[0]
+
+
+def run_planned(call: Call) -> list[Any]:
+    """Run a loop, a branch or a call by the plans of the functions inside."""
+    operands = call.operands
+    if isinstance(call.node.structure, Scan | While):
+        operands = carried_operands(call.node, call.decision, operands, call.settings.compute)
+    results, _ = run_inside(_Planned(call), operands, call.slots)
+    return results
+
+
+def carried_operands(
+    node: Node, decision: Decision, operands: Sequence[Any], compute: np.dtype
+) -> list[Any]:
+    """The operands of a loop in the dtypes in which all of its iterations take them."""
+    plans, loop = list(inner_plans(decision.inner)), node.structure
+    tests = loop.test_consts if isinstance(loop, While) else 0
+    # A loop's operands are the test's constants, and then all that the body takes.
+    of_test, of_body = plans[0].graph, plans[-1].graph
+    avals = [of_test.avals[number] for number in of_test.inputs[:tests]]
+    avals += [of_body.avals[number] for number in of_body.inputs]
+    made = []
+    for value, kind, aval in zip(operands, decision.inner[-1], avals, strict=True):
+        dtype = held_dtype(aval, kind, compute)
+        made.append(value if dtype is None else cast(value, dtype))
+    return made
+
+
 RUNNERS = MappingProxyType(
-    {
-        **dict.fromkeys(Scan.names, _run_scan),
-        **dict.fromkeys(While.names, _run_while),
-        **dict.fromkeys(Cond.names, _run_cond),
-        **dict.fromkeys(ShardMap.names, _run_shard_map),
-        **dict.fromkeys(Jit.names, _run_jit),
-    }
+    dict.fromkeys(
+        (*Scan.names, *While.names, *Cond.names, *ShardMap.names, *Jit.names), run_planned
+    )
 )

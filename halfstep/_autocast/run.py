@@ -25,7 +25,7 @@ from halfstep._autocast.recompute import (
     signature,
 )
 from halfstep._base import Rounding, cast, representable, settled, widened
-from halfstep._program import Constant, Node, Operand, bind_again
+from halfstep._program import Constant, Interpreter, Node, Operand, bind_again
 
 _RUNNERS = MappingProxyType({**nested.RUNNERS, **custom_rules.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
@@ -52,15 +52,12 @@ def run(
         slots: What a recipe's state has for its products, by the number of the operation.
     """
     env = Environment(plan, place, slots=slots)
-    for number, value in zip(plan.graph.inputs, values, strict=True):
-        env.write(number, value)
-    for number, value in plan.graph.constants:
-        env.write(number, value)
+    env.enter(values)
     for unit in schedule(plan, out_kinds):
         if isinstance(unit, Island):
             _run_island(env, unit)
         else:
-            _run_node(env, unit)
+            env.step(unit)
     return [
         env.read_where_made(operand, held(plan, operand, kind))
         for operand, kind in zip(plan.graph.outputs, out_kinds, strict=True)
@@ -72,24 +69,37 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
     return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
 
 
-class Environment:
-    """Values by number, each in one or both of the two dtypes."""
+class Environment(Interpreter[Any]):
+    """Runs operations as a plan says; values are held in one or both of the two dtypes."""
 
     def __init__(
         self, plan: Plan, place: Surroundings, *, stored: bool = False, slots: Slots | None = None
     ):
+        super().__init__(plan.graph)
         self.plan = plan
         self.place = place
         self.stored = stored
         self.slots = slots
-        self.values: dict[int, Any] = {}
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.shared: dict[Hashable, Callable[..., Any]] = {}
 
-    def write(self, number: int, value: Any) -> None:
-        self.values[number] = value
+    def constant(self, value: Any) -> Any:
+        return value
 
-    def read(self, operand: Operand, dtype: np.dtype | None) -> Any:
+    def operand(self, operand: Operand, index: int) -> Any:
+        return operand_of(self, operand, index)
+
+    def bind(self, index: int, operands: Sequence[Any]) -> list[Any]:
+        results = bind(self, index, operands)
+        pairs = zip(self.graph.nodes[index].outs, self.plan.decisions[index].outs, strict=True)
+        dtypes = [held(self.plan, number, kind) for number, kind in pairs]
+        return [
+            result if dtype is None or result.dtype == dtype else cast(result, dtype)
+            for result, dtype in zip(results, dtypes, strict=True)
+        ]
+
+    def read_as(self, operand: Operand, dtype: np.dtype | None) -> Any:
+        """A value in a dtype, as it is held for `None`."""
         if isinstance(operand, Constant):
             value = operand.value
             if dtype is None:
@@ -112,7 +122,7 @@ class Environment:
 
         A product's factor is rounded when it is read, except on CPUs, which widen it.
         """
-        value = self.read(operand, dtype)
+        value = self.read_as(operand, dtype)
         if isinstance(operand, Constant) or dtype == FLOAT32:
             return value
         if not self.plan.kinds[operand].is_low:
@@ -125,21 +135,9 @@ class Environment:
         """The same; a cast has the line and the scopes of what has made the value."""
         maker = self.plan.maker(operand)
         if maker is None:
-            return self.read(operand, dtype)
+            return self.read_as(operand, dtype)
         with self.plan.graph.nodes[maker].in_scope():
-            return self.read(operand, dtype)
-
-
-def _run_node(env: Environment, index: int) -> None:
-    node, decision = env.plan.graph.nodes[index], env.plan.decisions[index]
-    with node.in_scope():
-        operands = [operand_of(env, operand, index) for operand in node.ins]
-        results = bind(env, index, operands)
-    for number, result, kind in zip(node.outs, results, decision.outs, strict=True):
-        dtype = held(env.plan, number, kind)
-        if dtype is not None and result.dtype != dtype:
-            result = cast(result, dtype)
-        env.write(number, result)
+            return self.read_as(operand, dtype)
 
 
 def operand_of(env: Environment, operand: Operand, index: int) -> Any:
@@ -148,27 +146,27 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
     kind = plan.seen(operand, plan.levels[index])
     dtype = held(plan, operand, kind)
     if decision.inner is not None or decision.function is not None or dtype is None:
-        return env.read(operand, dtype)
+        return env.read_as(operand, dtype)
     is_param = kind.yields and decision.rule is Rule.COMPUTE
     if is_param and (_has_own_gradients(plan, index) or decision.site is not None):
         # A parameter, whose gradient is to be wider than the product's operands are; or which is
         # rounded once, to few bits.
-        return env.read(operand, FLOAT32)
+        return env.read_as(operand, FLOAT32)
     node = plan.graph.nodes[index]
     if node.name == "convert_element_type":
         # To another dtype of the user's: from whichever it is held in.
         return env.read_settled(operand, None, by_product=False)
     if kind.is_low and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
         # Where a value has passed a barrier, all see what was stored of it.
-        return widened(env.read(operand, dtype), plan.roundings[operand])
+        return widened(env.read_as(operand, dtype), plan.roundings[operand])
     if node.name in _SPREADS and _is_spread(plan, operand, kind, index):
         # Spread in float32 and cast then: its gradient is added up in float32. Rounded before that,
         # where it is small: XLA would else keep what is rounded for every element.
         shape = plan.graph.avals[node.outs[0]].shape
-        value = representable(env.read(operand, FLOAT32), decision.dtype)
+        value = representable(env.read_as(operand, FLOAT32), decision.dtype)
         return jax.lax.convert_element_type(jnp.broadcast_to(value, shape), decision.dtype)
     if node.name in PASSING or _asks_for_a_sign(node):
-        return env.read(operand, decision.dtype)
+        return env.read_as(operand, decision.dtype)
     is_product = node.name in CONTRACTIONS and decision.site is None
     by_product = is_product and plan.settings.residuals is None
     return env.read_settled(operand, decision.dtype, by_product=by_product)
@@ -248,11 +246,11 @@ def _run_island(env: Environment, island: Island) -> None:
         for number, value in zip(island.inputs, values, strict=True):
             inner.write(number, value)
         for index in island.nodes:
-            _run_node(inner, index)
+            inner.step(index)
         return tuple(inner.read_where_made(number, dtype) for number, dtype in island.outputs)
 
     with plan.graph.nodes[island.nodes[0]].in_scope():
-        inputs = [env.read(number, dtype) for number, dtype in island.reads]
+        inputs = [env.read_as(number, dtype) for number, dtype in island.reads]
     barred = env.place is not Surroundings.LOOP and not last
     func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
     results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)

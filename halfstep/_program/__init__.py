@@ -17,6 +17,11 @@ from halfstep._program.graph import (
     is_traced as is_traced,
     size as size,
 )
+from halfstep._program.interpreter import (
+    Inside as Inside,
+    Interpreter as Interpreter,
+    run_inside as run_inside,
+)
 from halfstep._program.sources import (
     UNKNOWN as UNKNOWN,
     Finder as Finder,

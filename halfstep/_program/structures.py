@@ -7,6 +7,7 @@ makes these objects.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from halfstep._base import ClosedJaxpr
 
 _T = TypeVar("_T")
+_B = TypeVar("_B")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,28 +138,43 @@ class While(Structure):
         first, second = self.test_consts, self.test_consts + self.body_consts
         return values[:first], values[first:second], values[second:]
 
-    def bind(self, test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
+    def bind(
+        self, test: Callable[[_T], Any], body: Callable[[_T, _B], tuple[_T, _B]], init: _T, more: _B
+    ) -> tuple[_T, _B]:
         """Run another test and another body in the same loop.
 
         `vmap` of a loop whose test depends on the data makes a test with a result for each element
         of the batch, which `while_loop` does not take. The loop then runs until no element goes on,
         and those that have ended stay as they are.
+
+        Args:
+            test: Whether the loop goes on, given the carries.
+            body: The next carries and the next `more`, given both.
+            init: The first carries.
+            more: What is carried beside them, of the loop as a whole and not of one element.
         """
         (tested,) = self.test.jaxpr.outvars
-        if not getattr(tested.aval, "shape", ()):
-            return jax.lax.while_loop(test, body, init)
+        is_mapped = bool(getattr(tested.aval, "shape", ()))
 
-        def chosen(carry: Any) -> Any:
-            goes_on = test(carry)
+        def turn(state: tuple[_T, _B]) -> tuple[_T, _B]:
+            carry, more = state
+            made, more = body(carry, more)
+            if is_mapped:
+                goes_on = test(carry)
+                made = jax.tree.map(functools.partial(_where_first, goes_on), made, carry)
+            return made, more
 
-            def one(new: Any, old: Any) -> Any:
-                # The dimensions of the batch come first in every carry.
-                shape = (*goes_on.shape, *(1,) * (jnp.ndim(old) - goes_on.ndim))
-                return jnp.where(goes_on.reshape(shape), new, old)
+        def goes_on(state: tuple[_T, _B]) -> Any:
+            tested = test(state[0])
+            return jnp.any(tested) if is_mapped else tested
 
-            return jax.tree.map(one, body(carry), carry)
+        return jax.lax.while_loop(goes_on, turn, (init, more))
 
-        return jax.lax.while_loop(lambda carry: jnp.any(test(carry)), chosen, init)
+
+def _where_first(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    # The dimensions of the batch come first in every carry.
+    shape = (*goes_on.shape, *(1,) * (jnp.ndim(old) - goes_on.ndim))
+    return jnp.where(goes_on.reshape(shape), new, old)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -102,6 +102,7 @@ def contraction_dtypes(func: Any, *args: Any) -> list[set[str]]:
     ]
 
 
+@pytest.mark.rows(5)
 @every_pair
 def test_loss_gradient_and_state(framework: str, network: str):
     model = made(framework, network)
@@ -128,6 +129,7 @@ def as_written(framework: str, network: str) -> list[set[str]]:
     return contraction_dtypes(gradient_of(loss_of(model)), *args)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize(
     ("framework", "network", "policy"),
     slow_unless(
@@ -187,6 +189,7 @@ ATTENTIONS = [
 ]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("options", "policy", "masked"),
     # On every change each option, mask or none, in one of the formats.

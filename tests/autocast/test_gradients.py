@@ -62,6 +62,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.rows(10)
 @every_format
 @pytest.mark.parametrize("accumulate", ["", ",accumulate=f32"])
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -63,6 +63,7 @@ SENSITIVE = {
 }
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("islands", [True, False])
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("name", SENSITIVE)

@@ -40,6 +40,7 @@ def gathered(w: Any, x: Any, labels: Any) -> Any:
     return jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], axis=1)[:, 0]
 
 
+@pytest.mark.rows(8)
 @every_format
 @pytest.mark.parametrize("hot", HOT.values(), ids=HOT)
 def test_as_a_gather(hot: Callable, policy: str):

@@ -141,6 +141,7 @@ def contraction_dtypes(name: str, policy: str) -> list[tuple[np.dtype, ...]]:
     ]
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("name", "policy"),
     slow_unless(
@@ -164,6 +165,7 @@ def test_dtypes_are_stable_and_nothing_is_traced_again(name: str, policy: str):
     assert ledger.applied == 3
 
 
+@pytest.mark.rows(7)
 @every_policy
 @every_row
 def test_statistics_are_never_narrowed(name: str, policy: str):
@@ -183,6 +185,7 @@ def test_statistics_are_never_narrowed(name: str, policy: str):
         assert (high - low >= shift / 2).all()
 
 
+@pytest.mark.rows(7)
 @every_policy
 @every_row
 def test_contractions_run_in_the_compute_dtype(name: str, policy: str):
@@ -190,6 +193,7 @@ def test_contractions_run_in_the_compute_dtype(name: str, policy: str):
     assert contraction_dtypes(name, policy).count(low) > 0
 
 
+@pytest.mark.rows(7)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @every_row
 def test_every_contraction_runs_in_the_compute_dtype(name: str, policy: str):
@@ -199,6 +203,7 @@ def test_every_contraction_runs_in_the_compute_dtype(name: str, policy: str):
     assert set(found) == {(compute_dtype(policy),) * 2}
 
 
+@pytest.mark.rows(7)
 @every_policy
 @every_row
 def test_gradients_agree_with_the_framework(name: str, policy: str):
@@ -232,6 +237,7 @@ def test_an_unchecked_float32_step_is_the_frameworks_own(name: str):
     assert same_bits(persistent(ours), persistent(expected))
 
 
+@pytest.mark.rows(7)
 @every_policy
 @every_row
 def test_a_bad_batch_changes_nothing(name: str, policy: str):
@@ -250,6 +256,7 @@ def test_a_bad_batch_changes_nothing(name: str, policy: str):
     assert all(np.isfinite(x).all() for x in floats(train))
 
 
+@pytest.mark.rows(7)
 @every_policy
 @every_row
 def test_dropout_drops_and_changes(name: str, policy: str):

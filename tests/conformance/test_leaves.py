@@ -146,6 +146,7 @@ def test_select_and_transaction(name: str, under_jit: bool):
                     assert same(a, b) or (np.asarray(a).dtype == np.float64)
 
 
+@pytest.mark.rows(27)
 @rows_without("abstract", "float0", "float8")
 @pytest.mark.parametrize("policy", ["f32", "bf16", "f16"])
 def test_gradients_with_the_leaf_in_the_model_and_in_the_batch(name: str, policy: str):

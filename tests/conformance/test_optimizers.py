@@ -80,6 +80,7 @@ def close(ours: Any, theirs: Any, before: Any, *, master_bits: int = 24) -> None
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("standard_promotion")
 class TestSteps:
+    @pytest.mark.rows(8)
     @pytest.mark.parametrize("bits", [24, 32, None])
     def test_goes_where_optax_goes(self, name: str, implementation: Any, bits: Any):
         entry = row(name)
@@ -89,6 +90,7 @@ class TestSteps:
         theirs = by_optax(entry.theirs(entry.rate), before, params)
         close(values(params, state)["w"], theirs["w"], before["w"], master_bits=bits or 32)
 
+    @pytest.mark.rows(8)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_gradients_of_any_dtype(self, name: str, implementation: Any, dtype: str):
         entry = row(name)
@@ -141,6 +143,7 @@ class TestSteps:
         for got, was in zip(jax.tree.leaves(new), jax.tree.leaves((params, state)), strict=True):
             np.testing.assert_array_equal(got, was)
 
+    @pytest.mark.rows(6)
     @pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=str)
     def test_sharded_without_a_collective(self, name: str, implementation: Any, spec: Any):
         if implementation == "interpret":
@@ -170,6 +173,7 @@ class TestSteps:
 SHAPES = ((4096,), (5000,), (130, 64), (64, 130), (4, 64, 32), (3, 3, 3, 512), (2, 5000))
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("name", "shape"),

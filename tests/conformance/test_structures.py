@@ -51,6 +51,14 @@ def while_loop(w, x):
     return jnp.mean(layer(jax.lax.stop_gradient(h), w[1]) ** 2)
 
 
+def mapped_while(w, x):
+    def settled(h):
+        small = jax.lax.while_loop(lambda h: h @ h > 0.5, lambda h: layer(h, w[0]) / 2, h)
+        return jax.lax.stop_gradient(small)
+
+    return jnp.mean(layer(jax.vmap(settled)(x), w[1]) ** 2)
+
+
 def fori_loop(w, x):
     return jnp.mean(jax.lax.fori_loop(0, LAYERS, lambda i, h: layer(h, w[i]), x) ** 2)
 
@@ -132,11 +140,12 @@ def pallas_call(w, x):
     return jnp.mean(jnp.tanh(_pallas_product(x, w[0])) ** 2)
 
 
-FEW = ("remat in scan", "cond", "custom_vjp", "ragged_dot")
+FEW = ("remat in scan", "vmap of while", "cond", "custom_vjp", "ragged_dot")
 ROWS = {
     "scan": Row(scan, "scan x3"),
     "remat in scan": Row(remat_in_scan, "scan x3"),
     "while": Row(while_loop, "while"),
+    "vmap of while": Row(mapped_while, "while"),
     "fori": Row(fori_loop, "scan x3"),
     "cond": Row(cond, "branch 0"),
     "custom_jvp": Row(custom_jvp, "custom_jvp_call"),
@@ -168,6 +177,7 @@ def relative(found: Any, expected: Any) -> float:
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.rows(12)
 @every_row
 @pytest.mark.parametrize("policy", ["bf16", "f16", "f8"])
 def test_gradients(row: Row, policy: str):
@@ -186,6 +196,7 @@ def test_gradients(row: Row, policy: str):
     assert abs(float(value - expected)) < 6 * rounding * abs(float(expected))
 
 
+@pytest.mark.rows(6)
 @every_row
 def test_gradients_are_not_those_of_float32(row: Row):
     """What the row is for does happen: the structure's inside is rewritten."""
@@ -195,6 +206,7 @@ def test_gradients_are_not_those_of_float32(row: Row):
     assert (relative(found, wanted) > halfstep.FORMATS["bf16"].eps / 64) == row.low
 
 
+@pytest.mark.rows(12)
 @every_row
 @pytest.mark.parametrize("policy", ["bf16", "f8"])
 def test_explain(row: Row, policy: str):

@@ -17,6 +17,7 @@ pytestmark = [
 
 
 # Every third one on each change, all of them before a release.
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     "fault",
     slow_unless(FAULTS, lambda fault: FAULTS.index(fault) % 3 == 0),

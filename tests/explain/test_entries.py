@@ -57,6 +57,7 @@ CASES = [
 OWN = MappingProxyType({"halfstep_difference": "sub"})
 
 
+@pytest.mark.rows(10)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("islands", [True, False])
 @pytest.mark.parametrize(("func", "args"), CASES, ids=lambda v: getattr(v, "__name__", ""))

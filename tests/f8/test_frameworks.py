@@ -69,6 +69,7 @@ def test_the_gradient_keeps_its_direction(framework: str, name: str):
     assert LEAST[name] <= cosine(flat(grads), exact) < 1
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("framework", CASES)
 def test_all_dense_layers_are_found(framework: str):
     made, _ = case(framework)

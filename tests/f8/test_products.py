@@ -120,6 +120,7 @@ CONTRACTIONS = {
 FAST = (*((which, "f8") for which in CONTRACTIONS), ("plain", "mxfp8"), ("ragged", "mxfp8"))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("which", "name"),
     [

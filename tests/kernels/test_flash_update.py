@@ -74,6 +74,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize(
     ("kind", "algorithm", "low"),
     slow_unless(PAIRS, lambda _, algorithm, low: algorithm == "adam" or low == "24 bits"),
@@ -88,6 +89,7 @@ def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
+@pytest.mark.rows(10)
 @pytest.mark.parametrize(
     ("kind", "shape", "axis"),
     slow_unless(

@@ -60,6 +60,7 @@ def trained(tx: Any, params: Any) -> tuple[Any, Any]:
     return by_updates(tx, params, grads, 5)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_compressed(name: str):
     make, coded = OPTIMIZERS[name]

@@ -25,7 +25,7 @@ from halfstep.debug._compare.added_error import Errors
 from halfstep.debug._compare.comparison_report import Comparison, Deviation, GradientDeviation
 from halfstep.debug._compare.distance import distance, sums, was_computed
 from halfstep.debug._compare.measure import CompiledAsWritten, gradients_of, is_loss, scaling_for
-from halfstep.debug._compare.side_by_side import run_both
+from halfstep.debug._compare.side_by_side import Pair, run_both
 from halfstep.debug._instrument.body import Body, body_of
 from halfstep.debug._instrument.layout import Layout, Sites, layout_for
 
@@ -104,10 +104,11 @@ def compare(
                 jnp.asarray(x, plan.graph.avals[n].dtype)
                 for n, x in zip(plan.graph.inputs, arrays, strict=True)
             ]
-            made = run_both(layout, body, plan, arrays, wide, outs, slots)
-            pairs = zip(made.low, made.wide, plan.graph.outputs, strict=True)
-            of_results = [sums(a, b) for a, b, out in pairs if _is_float(plan.graph.aval(out))]
-            return of_results, made.rows
+            given = list(map(Pair, arrays, wide))
+            made, rows = run_both(layout, body, plan, given, outs, slots)
+            pairs = zip(made, plan.graph.outputs, strict=True)
+            of_results = [sums(*value) for value, out in pairs if _is_float(plan.graph.aval(out))]
+            return of_results, rows
 
         of_results, rows = CompiledAsWritten(both)(call.arrays, slots)
         deviations = _deviations(layout, plan, [np.asarray(row) for row in rows])

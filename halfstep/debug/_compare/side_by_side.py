@@ -1,13 +1,12 @@
 """Run a program in a policy and in float32 side by side, and say how far apart its values are."""
 
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from halfstep._autocast import (
     Decision,
@@ -15,25 +14,20 @@ from halfstep._autocast import (
     Kind,
     Plan,
     Surroundings,
-    bind,
+    carried_operands,
     held,
-    hold,
+    inner_plans,
     operand_of,
 )
 from halfstep._program import (
-    Cond,
-    Constant,
-    CustomJvp,
-    CustomVjp,
-    CustomVmap,
-    Jit,
+    Inside,
+    Interpreter,
     Node,
     Operand,
-    Remat,
     Scan,
-    ShardMap,
     While,
     bind_again,
+    run_inside,
 )
 from halfstep.debug._compare.distance import Sum, absent, added, sums
 from halfstep.debug._instrument.body import Body
@@ -43,36 +37,21 @@ Rows = list[jax.Array]
 """Of each site in order; those in a loop of known length have an axis for its turns."""
 
 
-class Both(NamedTuple):
-    """Values in the policy, the same values in float32, and the rows of what is between."""
+class Pair(NamedTuple):
+    """One value of a program in the policy, and the same value in float32."""
 
-    low: list[Any]
-    wide: list[Any]
-    rows: Rows
-
-
-class _Call(NamedTuple):
-    """An operation that holds functions, as it is run."""
-
-    node: Node
-    decision: Decision
-    bodies: tuple[Body, ...]
-    low: Sequence[Any]
-    wide: Sequence[Any]
-    run: Callable[..., Both]
-    slots: Any
-    plan: Plan
+    low: Any
+    wide: Any
 
 
 def run_both(
     layout: Layout,
     body: Body,
     plan: Plan,
-    low: Sequence[Any],
-    wide: Sequence[Any],
+    values: Sequence[Pair],
     out_kinds: Sequence[Kind],
     slots: Any = None,
-) -> Both:
+) -> tuple[list[Pair], Rows]:
     """Run one function of a program twice, operation by operation.
 
     Each operation in the policy is given what the policy has made of its operands, so errors add up
@@ -82,160 +61,106 @@ def run_both(
         layout: The sites of the program.
         body: The function.
         plan: How its operations run in the policy.
-        low: Its inputs, held as the policy holds them.
-        wide: The same in float32.
+        values: Its inputs, as the policy holds them and in float32.
         out_kinds: As which kinds the policy's results are wanted.
         slots: What a recipe's state has for its products.
     """
-    graph, sites = plan.graph, layout.rows[body]
-    env = Environment(plan, Surroundings.WHOLE, slots=slots)
-    values: dict[int, Any] = dict(zip(graph.inputs, wide, strict=True))
-    values.update(graph.constants)
-    for number, value in (*zip(graph.inputs, low, strict=True), *graph.constants):
-        env.write(number, value)
-    rows: Rows = []
-
-    def read(operand: Operand) -> Any:
-        return operand.value if isinstance(operand, Constant) else values[operand]
-
-    def inside(inner: Body, plan: Plan, *args: Any, slots: Any = None) -> Both:
-        return run_both(layout, inner, plan, *args, slots=slots)
-
-    def compare(numbers: Sequence[int]) -> None:
-        rows.extend(sums(env.values[n], values[n]) for n in numbers if n in sites)
-
-    compare(graph.inputs)
-    for index, (node, decision) in enumerate(zip(graph.nodes, plan.decisions, strict=True)):
-        operands = [operand_of(env, operand, index) for operand in node.ins]
-        exact = [read(operand) for operand in node.ins]
-        bodies = body.inner.get(index, ())
-        with node.in_scope():
-            if decision.inner is None:
-                results = bind(env, index, operands), bind_again(node.primitive, node.params, exact)
-                count = sum(map(layout.count, bodies))
-                rows += [absent((len(Sum),))] * count
-            else:
-                own = None if slots is None else slots.get(index)
-                call = _Call(node, decision, bodies, operands, exact, inside, own, plan)
-                *results, found = _RUNNERS[node.name](call)
-                rows += found
-        for number, made, kind in zip(node.outs, results[0], decision.outs, strict=True):
-            dtype = held(plan, number, kind)
-            env.write(number, made if dtype is None else jnp.asarray(made, dtype))
-        values.update(zip(node.outs, results[1], strict=True))
-        compare(node.outs)
-    pairs = zip(graph.outputs, out_kinds, strict=True)
-    made = [env.read(operand, held(plan, operand, kind)) for operand, kind in pairs]
-    return Both(made, [read(operand) for operand in graph.outputs], rows)
+    both = _SideBySide(layout, body, plan, slots)
+    both.enter(values)
+    for index in range(len(plan.graph.nodes)):
+        both.step(index)
+    pairs = zip(plan.graph.outputs, out_kinds, strict=True)
+    made = [
+        Pair(both.low.read_as(operand, held(plan, operand, kind)), both.read(operand).wide)
+        for operand, kind in pairs
+    ]
+    return made, both.rows
 
 
-def _scan(call: _Call) -> Both:
-    (body,), loop = call.bodies, call.node.structured(Scan)
-    plan, kinds = call.decision.inner
-    low = hold(call.low, kinds, _avals(plan), plan.settings.compute)
-    # Constants, carries and what is sliced, each in the policy and in float32.
-    parts = zip(loop.split(low), loop.split(call.wide), strict=True)
-    consts, init, xs = (tuple(map(tuple, pair)) for pair in parts)
-    carries = loop.carries
+class _SideBySide(Interpreter[Pair]):
+    """Runs every operation as `autocast` does, and as it is written, on values of its own each."""
 
-    def iteration(carry: Any, given: Any) -> Any:
-        x, slots = given
-        values = ([*consts[n], *carry[n], *x[n]] for n in (0, 1))
-        made = call.run(body, plan, *values, call.decision.outs, slots=slots)
-        carry = tuple(made.low[:carries]), tuple(made.wide[:carries])
-        return carry, (made.low[carries:], made.wide[carries:], made.rows)
+    def __init__(self, layout: Layout, body: Body, plan: Plan, slots: Any) -> None:
+        super().__init__(plan.graph)
+        self.layout, self.body, self.plan, self.slots = layout, body, plan, slots
+        self.sites = layout.rows[body]
+        # What the policy has made, in the dtypes in which it holds and reads it.
+        self.low = Environment(plan, Surroundings.WHOLE, slots=slots)
+        self.rows: Rows = []
 
-    carry, (*ys, rows) = loop.bind(iteration, init, (xs, call.slots))
-    return Both([*carry[0], *ys[0]], [*carry[1], *ys[1]], rows)
+    def constant(self, value: Any) -> Pair:
+        return Pair(value, value)
 
+    def operand(self, operand: Operand, index: int) -> Pair:
+        return Pair(operand_of(self.low, operand, index), self.read(operand).wide)
 
-def _while(call: _Call) -> Both:
-    (body,), loop = call.bodies, call.node.structured(While)
-    test, plan, kinds = call.decision.inner
-    avals = [*_avals(test)[: loop.test_consts], *_avals(plan)]
-    _, low, low_init = loop.split(hold(call.low, kinds, avals, plan.settings.compute))
-    of_test, wide, wide_init = loop.split(call.wide)
-    goes_on = jaxpr_as_fun(loop.test)
+    def write(self, number: int, value: Pair) -> None:
+        super().write(number, value)
+        self.low.write(number, value.low)
+        if number in self.sites:
+            self.rows.append(sums(value.low, value.wide))
 
-    def iteration(carry: Any) -> Both:
-        given = [*low, *carry[0]], [*wide, *carry[1]]
-        return call.run(body, plan, *given, call.decision.outs)
-
-    def next_state(state: Any) -> Any:
-        made = iteration(state[:2])
-        both = [added(jnp.stack(pair)) for pair in zip(state[2], made.rows, strict=True)]
-        return tuple(made.low), tuple(made.wide), tuple(both)
-
-    carry = tuple(low_init), tuple(wide_init)
-    start = tuple(absent(row.shape) for row in jax.eval_shape(iteration, carry).rows)
-    low, wide, rows = loop.bind(
-        lambda state: goes_on(*of_test, *state[1])[0], next_state, (*carry, start)
-    )
-    return Both(list(low), list(wide), list(rows))
+    def bind(self, index: int, operands: Sequence[Pair]) -> list[Pair]:
+        node, decision = self.graph.nodes[index], self.plan.decisions[index]
+        bodies = self.body.inner.get(index, ())
+        if decision.inner is not None:
+            inside = _Compared(node, decision, bodies, self)
+            own = None if self.slots is None else self.slots.get(index)
+            pairs, rows = run_inside(inside, inside.held(operands), own)
+            self.rows += rows
+        else:
+            low = self.low.bind(index, [value.low for value in operands])
+            wide = bind_again(node.primitive, node.params, [value.wide for value in operands])
+            pairs = list(map(Pair, low, wide))
+            count = sum(map(self.layout.count, bodies))
+            self.rows += [absent((len(Sum),))] * count
+        return pairs
 
 
-def _cond(call: _Call) -> Both:
-    def branch(number: int) -> Callable[..., Both]:
-        def inside(low: Sequence[Any], wide: Sequence[Any]) -> Both:
-            slots = None if call.slots is None else call.slots[number]
-            body, plan = call.bodies[number], call.decision.inner[number]
-            return call.run(body, plan, low, wide, call.decision.outs, slots=slots)
+class _Compared(Inside[Pair, Rows]):
+    """The functions inside an operation; each hands its rows out beside its results."""
 
-        return inside
+    def __init__(
+        self, node: Node, decision: Decision, bodies: Sequence[Body], around: _SideBySide
+    ) -> None:
+        super().__init__(node)
+        self.decision, self.bodies, self.around = decision, bodies, around
+        # Of a `while`, the first is that of its test.
+        self.plans = list(inner_plans(decision.inner))[-len(bodies) :]
 
-    given = list(call.low[1:]), list(call.wide[1:])
-    branches = [branch(number) for number in range(len(call.bodies))]
-    shapes = [jax.eval_shape(function, *given).rows for function in branches]
+    def held(self, operands: Sequence[Pair]) -> Sequence[Pair]:
+        """Operands of a loop in the dtypes in which the policy carries them through all turns."""
+        structure = self.node.structure
+        if not isinstance(structure, Scan | While):
+            return operands
+        compute = self.around.plan.settings.compute
+        low = [value.low for value in operands]
+        low = carried_operands(self.node, self.decision, low, compute)
+        return [Pair(new, value.wide) for new, value in zip(low, operands, strict=True)]
 
-    def padded(number: int) -> Callable[..., Both]:
-        def inside(low: Sequence[Any], wide: Sequence[Any]) -> Both:
-            made = branches[number](low, wide)
-            blocks = [[absent(row.shape) for row in rows] for rows in shapes]
-            blocks[number] = made.rows
-            return Both(made.low, made.wide, [row for rows in blocks for row in rows])
+    def run(self, number: int, values: Sequence[Pair], state: PyTree) -> tuple[list[Pair], Rows]:
+        body, plan, kinds = self.bodies[number], self.plans[number], self.decision.outs
+        return run_both(self.around.layout, body, plan, values, kinds, state)
 
-        return inside
+    def goes_on(self, values: Sequence[Pair]) -> jax.Array:
+        test = jaxpr_as_fun(self.node.structured(While).test)
+        return test(*(value.wide for value in values))[0]
 
-    choices = list(map(padded, range(len(branches))))
-    return Both(*call.node.structured(Cond).bind(call.wide[0], choices, *given))
+    def choice(self, value: Pair) -> jax.Array:
+        return value.wide
 
+    def before_turns(self, shapes: Callable[[], Rows]) -> Rows:
+        return [absent(row.shape) for row in shapes()]
 
-def _call(call: _Call) -> Both:
-    (body,), inner = call.bodies, call.decision.inner
-    plan = inner[0] if isinstance(inner, tuple) else inner
-    return call.run(body, plan, call.low, call.wide, call.decision.outs, slots=call.slots)
+    def after_turn(self, before: Rows, beside: Rows) -> Rows:
+        return [added(jnp.stack(pair)) for pair in zip(before, beside, strict=True)]
 
+    def of_branch(self, number: int, beside: Rows, shapes: Callable[[int], Rows]) -> Rows:
+        others = (
+            beside if other == number else [absent(row.shape) for row in shapes(other)]
+            for other in range(len(self.bodies))
+        )
+        return [row for rows in others for row in rows]
 
-def _shard_map(call: _Call) -> Both:
-    (body,), mapped = call.bodies, call.node.structured(ShardMap)
-
-    def inside(low: Sequence[Any], wide: Sequence[Any]) -> Any:
-        made = call.run(body, call.decision.inner, low, wide, call.decision.outs)
-        return tuple(made.low), tuple(made.wide), [row[None] for row in made.rows]
-
-    ins, outs = mapped.in_specs, mapped.out_specs
-    low, wide, rows = mapped.bind(
-        inside,
-        tuple(call.low),
-        tuple(call.wide),
-        in_specs=(ins, ins),
-        out_specs=(outs, outs, PartitionSpec(mapped.axes)),
-    )
-    return Both(list(low), list(wide), [added(row) for row in rows])
-
-
-def _avals(plan: Plan) -> list[Any]:
-    return [plan.graph.avals[number] for number in plan.graph.inputs]
-
-
-_RUNNERS = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (*Remat.names, *CustomJvp.names, *CustomVjp.names, *CustomVmap.names, *Jit.names), _call
-        ),
-        **dict.fromkeys(Scan.names, _scan),
-        **dict.fromkeys(While.names, _while),
-        **dict.fromkeys(Cond.names, _cond),
-        **dict.fromkeys(ShardMap.names, _shard_map),
-    }
-)
+    def of_shards(self, beside: Rows) -> Rows:
+        return [added(row) for row in beside]

@@ -1,0 +1,269 @@
+"""Run a traced program again, operation by operation, with a rule of one's own.
+
+`autocast`, `debug.record` and `debug.compare` are interpreters: each walks the graph of a function
+and runs every operation in its own way. What all of them must get right is the same, and is here:
+the order of operations, the line and scopes that each keeps, and how a loop, a branch, a call or a
+`shard_map` runs again with other functions inside.
+
+Two things differ between them. A *value* is what an interpreter has for one value of the program:
+an array, or a pair of arrays (the policy's and that of float32), which is a pytree, so that JAX's
+loops carry it as they carry an array. And an inner function may hand out something *beside* its
+results, such as the rows of a record, which the turns of a loop, the branches of a `cond` and the
+shards of a `shard_map` put together in ways that only the interpreter knows.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from halfstep._program.graph import Constant, Graph, Node, Operand
+from halfstep._program.structures import (
+    Cond,
+    CustomJvp,
+    CustomVjp,
+    CustomVmap,
+    Jit,
+    Remat,
+    Scan,
+    ShardMap,
+    Structure,
+    While,
+)
+
+_Value = TypeVar("_Value")
+_Beside = TypeVar("_Beside")
+
+
+class Interpreter(abc.ABC, Generic[_Value]):
+    """One run of one function of a program: its values so far, by number."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values: dict[int, _Value] = {}
+
+    @abc.abstractmethod
+    def bind(self, index: int, operands: Sequence[_Value]) -> Iterable[_Value]:
+        """Run one operation: the rule that makes an interpreter what it is."""
+
+    @abc.abstractmethod
+    def constant(self, value: Any) -> _Value:
+        """What the interpreter has for a value that is written into the program."""
+
+    def operand(self, operand: Operand, index: int) -> _Value:
+        """An operand as one operation takes it."""
+        del index
+        return self.read(operand)
+
+    def read(self, operand: Operand) -> _Value:
+        """A value that has been made, was given, or is written into the program."""
+        if isinstance(operand, Constant):
+            return self.constant(operand.value)
+        return self.values[operand]
+
+    def write(self, number: int, value: _Value) -> None:
+        """Keep a value for the operations that read it."""
+        self.values[number] = value
+
+    def enter(self, values: Sequence[_Value]) -> None:
+        """Begin with the inputs of the function."""
+        for number, value in self.graph.constants:
+            self.write(number, self.constant(value))
+        for number, value in zip(self.graph.inputs, values, strict=True):
+            self.write(number, value)
+
+    def step(self, index: int) -> None:
+        """Run one operation on what has been made, with its own line and scopes."""
+        node = self.graph.nodes[index]
+        with node.in_scope():
+            operands = [self.operand(operand, index) for operand in node.ins]
+            results = self.bind(index, operands)
+            for number, result in zip(node.outs, results, strict=True):
+                self.write(number, result)
+
+
+class Inside(abc.ABC, Generic[_Value, _Beside]):
+    """How an interpreter runs the functions inside one operation.
+
+    The methods after `run` have an answer for interpreters whose values are arrays and that hand
+    nothing out beside them; the others override what they need.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    @abc.abstractmethod
+    def run(
+        self, number: int, values: Sequence[_Value], state: PyTree
+    ) -> tuple[Sequence[_Value], _Beside]:
+        """Run one of the functions: the body of a loop, a branch, what is called.
+
+        Args:
+            number: Of the function, among those that are more than a loop's test.
+            values: Of its inputs.
+            state: What the interpreter handed in beside the operands, for this turn or branch.
+        """
+
+    def goes_on(self, values: Sequence[_Value]) -> jax.Array:
+        """Whether a `while` takes another turn, given the test's constants and the carries."""
+        return jaxpr_as_fun(self.node.structured(While).test)(*values)[0]
+
+    def choice(self, value: _Value) -> Any:
+        """Which branch of a `cond` runs."""
+        return value
+
+    def call(
+        self, structure: Structure, operands: Sequence[_Value], state: PyTree
+    ) -> tuple[Sequence[_Value], _Beside]:
+        """Run a call that is more than a call when it is differentiated or mapped.
+
+        Here it is only that: an interpreter that is not differentiated has no use for the rest.
+        """
+        del structure
+        return self.run(0, operands, state)
+
+    # How what several runs hand out beside their results becomes one.
+
+    def of_turns(self, loop: Scan, beside: _Beside) -> _Beside:
+        """All turns of a `scan`, stacked."""
+        del loop
+        return beside
+
+    def before_turns(self, shapes: Callable[[], _Beside]) -> Any:
+        """What a `while` carries for it before the first turn; `shapes` traces one turn."""
+        del shapes
+        return ()
+
+    def after_turn(self, before: Any, beside: _Beside) -> Any:
+        """The same after one more turn."""
+        del beside
+        return before
+
+    def after_turns(self, last: Any) -> _Beside:
+        """All turns of a `while`."""
+        return last
+
+    def of_branch(self, number: int, beside: _Beside, shapes: Callable[[int], _Beside]) -> _Beside:
+        """One branch, in the form that all branches share; `shapes` traces another branch."""
+        del number, shapes
+        return beside
+
+    def of_shards(self, beside: _Beside) -> _Beside:
+        """All shards of a `shard_map`, with an axis of shards in front."""
+        return beside
+
+
+def run_inside(
+    inside: Inside[_Value, _Beside], operands: Sequence[_Value], state: PyTree = None
+) -> tuple[list[_Value], _Beside]:
+    """Run an operation that holds functions, in the way of an interpreter.
+
+    Args:
+        inside: How its functions are run.
+        operands: Of the operation.
+        state: Handed to the functions beside the operands: a `scan` slices it by turns, a `cond`
+            takes one for each branch, and what reaches no state is given `None`.
+
+    Returns:
+        Its results, and what its functions have handed out beside theirs.
+    """
+    structure = inside.node.structured(*_RUNNERS)
+    results, beside = _RUNNERS[type(structure)](inside, structure, operands, state)
+    return list(results), beside
+
+
+def _scan(inside: Inside[Any, Any], loop: Scan, operands: Sequence[Any], state: PyTree) -> Any:
+    consts, init, xs = loop.split(operands)
+
+    def body(carry: Sequence[Any], turn: Any) -> Any:
+        x, own = turn
+        results, beside = inside.run(0, [*consts, *carry, *x], own)
+        return tuple(results[: loop.carries]), (tuple(results[loop.carries :]), beside)
+
+    carry, (ys, beside) = loop.bind(body, tuple(init), (tuple(xs), state))
+    return [*carry, *ys], inside.of_turns(loop, beside)
+
+
+def _while(inside: Inside[Any, Any], loop: While, operands: Sequence[Any], state: PyTree) -> Any:
+    del state
+    of_test, of_body, init = loop.split(operands)
+
+    def turn(carry: Sequence[Any]) -> Any:
+        return inside.run(0, [*of_body, *carry], None)
+
+    def body(carry: Sequence[Any], before: Any) -> Any:
+        results, beside = turn(carry)
+        return tuple(results), inside.after_turn(before, beside)
+
+    start = inside.before_turns(lambda: jax.eval_shape(turn, tuple(init))[1])
+    carry, last = loop.bind(
+        lambda carry: inside.goes_on([*of_test, *carry]), body, tuple(init), start
+    )
+    return carry, inside.after_turns(last)
+
+
+def _cond(inside: Inside[Any, Any], cond: Cond, operands: Sequence[Any], state: PyTree) -> Any:
+    index, *values = operands
+
+    def run(number: int, values: Sequence[Any]) -> Any:
+        return inside.run(number, values, None if state is None else state[number])
+
+    @functools.cache
+    def shapes(number: int) -> Any:
+        return jax.eval_shape(functools.partial(run, number), values)[1]
+
+    def branch(number: int) -> Callable[..., Any]:
+        def func(*values: Any) -> Any:
+            results, beside = run(number, values)
+            return tuple(results), inside.of_branch(number, beside, shapes)
+
+        return func
+
+    branches = [branch(number) for number in range(len(cond.branches))]
+    return cond.bind(inside.choice(index), branches, *values)
+
+
+def _jit(inside: Inside[Any, Any], call: Jit, operands: Sequence[Any], state: PyTree) -> Any:
+    def func(*values: Any) -> Any:
+        results, beside = inside.run(0, values, state)
+        return tuple(results), beside
+
+    return call.bind(func, *operands, more=(None,))
+
+
+def _shard_map(
+    inside: Inside[Any, Any], mapped: ShardMap, operands: Sequence[Any], state: PyTree
+) -> Any:
+    del state
+
+    def func(*values: Any) -> Any:
+        results, beside = inside.run(0, values, None)
+        return tuple(results), jax.tree.map(lambda leaf: leaf[None], beside)
+
+    out_specs = (mapped.out_specs, PartitionSpec(mapped.axes))
+    results, beside = mapped.bind(func, *operands, out_specs=out_specs)
+    return results, inside.of_shards(beside)
+
+
+def _call(
+    inside: Inside[Any, Any], structure: Structure, operands: Sequence[Any], state: PyTree
+) -> Any:
+    return inside.call(structure, operands, state)
+
+
+_RUNNERS = MappingProxyType(
+    {
+        Scan: _scan,
+        While: _while,
+        Cond: _cond,
+        Jit: _jit,
+        ShardMap: _shard_map,
+        **dict.fromkeys((Remat, CustomJvp, CustomVjp, CustomVmap), _call),
+    }
+)
