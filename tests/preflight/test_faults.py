@@ -292,7 +292,7 @@ def test_a_missing_extra(
     [
         ({"flags": ["--xla_cpu_x=1"]}, "got '--xla_cpu_x=1'"),
         ({"memory_fraction": 1.5}, "above 0 and at most 1; got 1.5"),
-        ({"targets": []}, 'no target given; got targets=[]. Write targets="h100"'),
+        ({"targets": []}, r'no target given; got targets=\[\]\. Write targets="h100"'),
         (
             {"step": None},
             "pass a step, or `variants`, a mapping of names to steps, each name once; got neither",

@@ -120,7 +120,7 @@ def test_the_root_need_not_be_last():
     [
         ("", "expected the HLO text of a compiled program"),
         ("module @jit_f {}\n", "expected the HLO text of a compiled program"),
-        (program("ROOT %r = f32[] constant(0)") * 2, "of one module, got several"),
+        (program("ROOT %r = f32[] constant(0)") * 2, "of one module; got several ENTRY"),
         ("HloModule m\n\n  %a = f32[] parameter(0)\n", "line 3 of the HLO text is outside"),
         (program("ROOT %r = f32[] parameter(0"), "line 6 of the HLO text is not an instruction"),
         (program("%r = nonsense"), "line 6 of the HLO text is not an instruction"),
