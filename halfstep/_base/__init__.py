@@ -13,6 +13,7 @@ from halfstep._base.digest import (
 from halfstep._base.display import (
     ABSENT as ABSENT,
     Progress as Progress,
+    Report as Report,
     aligned as aligned,
     figure_of as figure_of,
     flops as flops,
@@ -43,10 +44,8 @@ from halfstep._base.jaxprs import (
 )
 from halfstep._base.private_jax import (
     OWN_FILE as OWN_FILE,
+    Traceback as Traceback,
     lines_of_backward_functions as lines_of_backward_functions,
-)
-from halfstep._base.report import (
-    Report as Report,
 )
 from halfstep._base.rounding import (
     NAME as NAME,
@@ -58,6 +57,7 @@ from halfstep._base.rounding import (
 )
 from halfstep._base.trees import (
     MarkedLeaf as MarkedLeaf,
+    Shaped as Shaped,
     compile_rule as compile_rule,
     is_array as is_array,
     is_inexact as is_inexact,

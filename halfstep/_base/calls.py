@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -16,6 +16,9 @@ from halfstep._base.trees import (
     set_variable,
     variables_in,
 )
+
+_T = TypeVar("_T")
+_W = TypeVar("_W", bound=int | str)
 
 
 def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
@@ -34,9 +37,10 @@ def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def listed(which: Any) -> tuple[Any, ...]:
+def listed(which: _W | Sequence[_W]) -> tuple[_W, ...]:
     """Arguments that are named one by one, or one alone: by position or name."""
-    return (which,) if isinstance(which, int | str) else tuple(which)
+    # A name is a sequence of letters as well: it is asked for first.
+    return cast("tuple[_W, ...]", (which,) if isinstance(which, int | str) else tuple(which))
 
 
 class Arguments:
@@ -51,6 +55,8 @@ class Arguments:
         self.owners: list[int] = []
         """Of each leaf, the number of the argument that it is in."""
         values = (*args, *kwargs.values())
+        # One by one and not all at once: key paths of `(args, kwargs)` would begin with numbers,
+        # and what users write in `keep=` begins with the names of their own parameters.
         for number, (name, value) in enumerate(zip(self.names, values, strict=True)):
             below = marked_leaves(value, root=name)
             self.leaves += below
@@ -76,6 +82,8 @@ class FlatCall:
         self.arguments = Arguments(func, args, kwargs)
         self._func = func
         self._leaves = [leaf for _, leaf, _ in self.arguments.leaves]
+        # A Python number is no array here. It stays part of the function, and so a literal of the
+        # traced program, which yields to other dtypes; as an argument it would be an array.
         self.is_dynamic = [
             is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves
         ]
@@ -89,7 +97,7 @@ class FlatCall:
         self._variables = variables_in((args, kwargs))
         self._changed: list[int] = []
 
-    def dynamic(self, of_leaves: Sequence[Any]) -> list[Any]:
+    def dynamic(self, of_leaves: Sequence[_T]) -> list[_T]:
         """Of what is given for each leaf, what is given for the arrays."""
         return [x for x, dynamic in zip(of_leaves, self.is_dynamic, strict=True) if dynamic]
 
@@ -104,10 +112,13 @@ class FlatCall:
         before = [variable.get_raw_value() for variable in variables]
         results, treedef = jtu.tree_flatten(self._func(*args, **kwargs))
         after = [variable.get_raw_value() for variable in variables]
+        # Which object it is tells whether it was changed: traced values cannot be compared.
         self._changed = [
             at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1]
         ]
         self._check_variables(variables_in((args, kwargs)))
+        # A traced function returns arrays only. All else that the user's returns (text, None,
+        # functions) is known now, and put back by `rebuild`.
         is_traced = [eqx.is_array(result) for result in results]
         others = [None if traced else x for x, traced in zip(results, is_traced, strict=True)]
         self._results = (treedef, others, is_traced)
@@ -131,7 +142,7 @@ class FlatCall:
         """
         if self._results is None:
             # Every caller traces first.
-            raise RuntimeError("the call was not traced")
+            raise RuntimeError(f"{self._func!r} was not traced")
         treedef, others, is_traced = self._results
         count = len(arrays) - len(self._changed)
         for at, value in zip(self._changed, arrays[count:], strict=True):

@@ -6,13 +6,14 @@ change of a single element, by one bit or by many, always changes the first of t
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 _WORD = np.uint32
@@ -33,7 +34,7 @@ def digests(arrays: Sequence[Any]) -> list[str]:
         arrays: Arrays of numbers; of keys the data.
     """
     found: list[Any] = [None] * len(arrays)
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for number, array in enumerate(arrays):
         if isinstance(array, jax.Array) and not _is_read_here(array):
             groups.setdefault(_devices(array), []).append(number)
@@ -41,7 +42,8 @@ def digests(arrays: Sequence[Any]) -> list[str]:
             with np.errstate(over="ignore"):
                 found[number] = np.stack(_sums(np, _host_words(np.asarray(array))))
     for devices, numbers in groups.items():
-        out = NamedSharding(devices, PartitionSpec()) if _is_mesh(devices) else None
+        out = NamedSharding(devices, PartitionSpec()) if isinstance(devices, Mesh) else None
+        # Replicated: each process can read only what lies on its own devices.
         sums = np.asarray(_compiled(out)([arrays[number] for number in numbers]))
         for number, row in zip(numbers, sums, strict=True):
             found[number] = row
@@ -53,11 +55,7 @@ def _is_read_here(array: jax.Array) -> bool:
     return known and array.nbytes <= _SMALL
 
 
-def _is_mesh(devices: Any) -> bool:
-    return isinstance(devices, jax.sharding.Mesh)
-
-
-def _devices(array: jax.Array) -> Any:
+def _devices(array: jax.Array) -> Hashable:
     """What arrays of one program have in common."""
     if isinstance(array.sharding, NamedSharding):
         return array.sharding.mesh
@@ -77,7 +75,8 @@ def device_sums(array: jax.Array) -> UInt32[Array, " two"]:
     return jnp.stack(_sums(jnp, _device_words(array)))
 
 
-def _sums(xp: Any, words: Any) -> tuple[Any, Any]:
+def _sums(xp: ModuleType, words: jax.Array | np.ndarray) -> tuple[Any, Any]:
+    """The two sums, by `jax.numpy` or by NumPy: the same lines, so that both give the same."""
     # One axis more where there is none: NumPy's scalars would warn where arrays wrap around.
     words = words if words.ndim else words.reshape(1)
     place, stride = xp.zeros(words.shape, _WORD), 1
@@ -100,8 +99,10 @@ def _sums(xp: Any, words: Any) -> tuple[Any, Any]:
     return xp.sum(mixed, dtype=_WORD), xp.sum(weighted, dtype=_WORD)
 
 
-def _few_bits(dtype: Any) -> Any:
+def _few_bits(dtype: np.dtype) -> np.dtype | None:
     """For formats below 8 bits one of at least 8 that holds all their values."""
+    # NumPy keeps each of them in a byte of its own, and XLA may pack two into one: bits differ
+    # between host and device, and values do not.
     if jnp.issubdtype(dtype, jnp.integer):
         return np.dtype(np.int32) if jnp.iinfo(dtype).bits < 8 else None
     if jnp.issubdtype(dtype, jnp.floating):
@@ -138,4 +139,5 @@ def _host_words(array: np.ndarray) -> np.ndarray:
     whole = np.ascontiguousarray(array).reshape(array.shape)
     if bytes_each <= 4:
         return whole.view(same).astype(_WORD)
+    # The low word comes first, which is also the order of XLA's bitcast.
     return np.frombuffer(whole.tobytes(), same).reshape((*array.shape, bytes_each // 4))

@@ -1,6 +1,11 @@
-"""What people see: figures and tables as text and HTML, progress, pictures, small states."""
+"""What people see: reports, figures and tables as text and HTML, progress, pictures."""
 
+import abc
 import html as escaping
+import json
+import math
+import os
+import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,15 +17,75 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
+from halfstep._base.trees import Shaped
 
-def with_values(module: Any) -> str:
+
+class Report(abc.ABC):
+    """What every report of halfstep's is: text to print, JSON to keep, and HTML in a notebook.
+
+    Example:
+        ```python
+        import json
+
+        import halfstep
+        import jax.numpy as jnp
+
+        report = halfstep.explain(lambda w, x: x @ w, "bf16")(jnp.eye(4), jnp.eye(4))
+        assert isinstance(report, halfstep.Report)
+        assert json.loads(report.to_json()) == report.to_dict()
+        ```
+    """
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """The report as text."""
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+
+    @abc.abstractmethod
+    def _repr_html_(self) -> str:
+        """The report as HTML, which notebooks ask for by this name."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Everything as JSON; also written to a file if a path is given.
+
+        JSON has no infinity and no NaN: such numbers are the texts `"inf"`, `"-inf"` and `"nan"`.
+        """
+        made = _as_json(self.to_dict())
+        if path is not None:
+            pathlib.Path(path).write_text(made + "\n")
+        return made
+
+
+def _as_json(value: dict[str, Any]) -> str:
+    """Plain values as JSON that every reader accepts: what is not finite is text."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def with_values(module: object) -> str:
     """The text of a module in which arrays of one number are that number, where it is known."""
     return eqx.tree_pformat(jtu.tree_map(_number, module))
 
 
-def _number(leaf: Any) -> Any:
-    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    if not is_known or leaf.ndim or leaf.is_deleted():
+def _number(leaf: object) -> object:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return leaf
+    if leaf.ndim or leaf.is_deleted():
         return leaf
     # Of an array over several processes, each has the number if all have it.
     return leaf.item() if leaf.is_fully_addressable or leaf.is_fully_replicated else leaf
@@ -122,7 +187,7 @@ def percent(share: float | int) -> str:
     return f"{share:.1%}".replace("%", " %").replace(".0 ", " ")
 
 
-def type_of(array: Any) -> str:
+def type_of(array: Shaped) -> str:
     """The dtype and shape of an array, or of anything that has both: `float32[2, 3]`."""
     return f"{array.dtype}{list(array.shape)}"
 
@@ -138,6 +203,7 @@ def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
     In a terminal that is too narrow, the widest columns of text are shortened. In a file or a pipe
     nothing is.
     """
+    # Programs without a console, such as services on Windows, have no standard output at all.
     widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
     if sys.stdout is not None and sys.stdout.isatty():
         widths = _fitted(widths, numbers, shutil.get_terminal_size().columns)
@@ -161,6 +227,7 @@ def _fitted(widths: Sequence[int], numbers: Sequence[bool], room: int) -> list[i
     fitted = list(widths)
     texts = [at for at, number in enumerate(numbers) if not number]
     while sum(fitted) + 2 * (len(fitted) - 1) > room:
+        # Numbers are never cut: a wrong digit count is worse than a line that wraps.
         widest = max(texts, key=lambda at: fitted[at], default=None)
         if widest is None or fitted[widest] <= _NARROWEST:
             break

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import jax.typing
 import numpy as np
 
-DTypeLike: TypeAlias = Any
+DTypeLike: TypeAlias = jax.typing.DTypeLike
 """A dtype, a scalar type such as `jnp.bfloat16`, or a name such as `"bf16"`."""
 
 
@@ -152,7 +153,7 @@ def dtype_name(dtype: DTypeLike) -> str:
     return _BY_DTYPE[dtype].name if dtype in _BY_DTYPE else dtype.name
 
 
-def parse_dtype(dtype: DTypeLike) -> np.dtype:
+def parse_dtype(dtype: Any) -> np.dtype:
     """Resolve a dtype or its name to one of the formats that can be cast to.
 
     Args:
@@ -164,6 +165,7 @@ def parse_dtype(dtype: DTypeLike) -> np.dtype:
     Raises:
         ValueError: If there is no such format, or it is too narrow to be cast to without a scale.
     """
+    # Texts first: NumPy has names of its own, and "half" is always float16 for it.
     if isinstance(dtype, str):
         name = dtype.strip().lower()
         if name == "half":
@@ -206,4 +208,5 @@ def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
     distinct = set(dtypes)
     if len(distinct) == 1:
         return distinct.pop()
+    # Not simply the one with the most bytes: neither of bfloat16 and float16 holds the other.
     return max((at_least_float32(dtype) for dtype in distinct), key=lambda dtype: dtype.itemsize)

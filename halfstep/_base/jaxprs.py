@@ -13,7 +13,7 @@ else:
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
 
-def closed(jaxpr: Any) -> ClosedJaxpr:
+def closed(jaxpr: object) -> ClosedJaxpr:
     """A traced function together with its constants.
 
     Up to JAX 0.10 some primitives hold an open one, whose operands are all it needs.
@@ -36,5 +36,5 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
             yield closed(value)
 
 
-def _is_jaxpr(value: Any) -> bool:
+def _is_jaxpr(value: object) -> bool:
     return isinstance(value, core.Jaxpr | ClosedJaxpr)

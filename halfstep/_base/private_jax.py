@@ -6,8 +6,8 @@
 import contextlib
 import os
 import sys
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.extend import source_info_util
@@ -16,6 +16,28 @@ OWN_FILE = __file__
 """Frames of this file are not the user's."""
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _BACKWARD = "backward_pass"
+
+
+@runtime_checkable
+class TracebackFrame(Protocol):
+    """A frame of JAX's tracebacks."""
+
+    @property
+    def file_name(self) -> str: ...
+    @property
+    def function_name(self) -> str: ...
+    @property
+    def line_num(self) -> int: ...
+
+
+@runtime_checkable
+class Traceback(Protocol):
+    """A traceback as JAX keeps it of each operation; its class has no public name."""
+
+    @property
+    def frames(self) -> Sequence[TracebackFrame]:
+        """The innermost first."""
+        ...
 
 
 @contextlib.contextmanager
@@ -43,7 +65,7 @@ def lines_of_backward_functions() -> Generator[None, None, None]:
         module.current = before
 
 
-def _is_in_backward_function(traceback: Any) -> bool:
+def _is_in_backward_function(traceback: Traceback) -> bool:
     """Whether a frame that is not JAX's is inside of its backward pass."""
     inside = outside = False
     for frame in traceback.frames:

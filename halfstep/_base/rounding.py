@@ -16,7 +16,8 @@ subnormal numbers, so exponents stay float32's: numbers of float16 pass as they 
 """
 
 import enum
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,15 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+# Constants of a program come as NumPy's.
+_Value: TypeAlias = jax.Array | np.ndarray | np.number
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _LOW = (_BFLOAT16, np.dtype(np.float16))
 _FLOAT32 = np.dtype(np.float32)
 NAME = "halfstep_settle"
+# A primitive of its own, for three reasons. Which platforms round is only known when the program is
+# lowered for one of them. `explain` and `debug` can tell it from what the user has written. And its
+# derivative is the identity, where that of `reduce_precision` rounds the cotangents once more.
 _settle = Primitive(NAME)
 
 
@@ -42,18 +48,18 @@ class Rounding(enum.IntEnum):
     """Not anywhere: made by arithmetic in the compute dtype."""
 
 
-def settled(value: Any, rounding: Rounding = Rounding.LOOSE) -> Any:
+def settled(value: _Value, rounding: Rounding = Rounding.LOOSE) -> _Value:
     """A value in the compute dtype, as whoever reads it from memory sees it."""
     return _written_out(value, value.dtype, rounding)
 
 
-def widened(value: Any, rounding: Rounding) -> Any:
+def widened(value: _Value, rounding: Rounding) -> _Value:
     """The same, in float32."""
     wide = jax.lax.convert_element_type(value, _FLOAT32)
     return _written_out(wide, value.dtype, rounding)
 
 
-def representable(value: Any, dtype: np.dtype) -> Any:
+def representable(value: _Value, dtype: np.dtype) -> _Value:
     """The nearest numbers that a dtype has, still in float32: a cast to it changes nothing more.
 
     Only for bfloat16; float16 has instructions of its own, and its casts are never undone.
@@ -63,7 +69,7 @@ def representable(value: Any, dtype: np.dtype) -> Any:
     return _written_out(value, dtype, Rounding.LOOSE)
 
 
-def cast(value: Any, dtype: np.dtype) -> Any:
+def cast(value: _Value, dtype: np.dtype) -> jax.Array:
     """A value in another dtype, which whoever reads it in float32 sees as rounded to that dtype.
 
     Readers in `dtype` itself still have to see to it that it is `settled`. Compilers do not undo a
@@ -75,25 +81,27 @@ def cast(value: Any, dtype: np.dtype) -> Any:
     return jax.lax.convert_element_type(value, dtype)
 
 
-def _written_out(value: Any, dtype: np.dtype, rounding: Rounding) -> Any:
+def _written_out(value: _Value, dtype: np.dtype, rounding: Rounding) -> _Value:
     """A value whose rounding to a dtype of 16 bits is part of the program, if it has to be."""
     if rounding is Rounding.SETTLED or dtype not in _LOW:
         return value
     return _settle.bind(value, dtype=dtype, only_cpu=rounding is Rounding.LOOSE_ON_CPU)
 
 
-def _rounded(value: Any, *, dtype: np.dtype, only_cpu: bool) -> Any:
+def _rounded(value: jax.Array, *, dtype: np.dtype, only_cpu: bool) -> jax.Array:
     del only_cpu
     wide = jax.lax.convert_element_type(value, _FLOAT32)
     rounded = jax.lax.reduce_precision(wide, jnp.finfo(_FLOAT32).nexp, jnp.finfo(dtype).nmant)
     return jax.lax.convert_element_type(rounded, value.dtype)
 
 
-def _rounded_elsewhere(value: Any, *, dtype: np.dtype, only_cpu: bool) -> Any:
+def _rounded_elsewhere(value: jax.Array, *, dtype: np.dtype, only_cpu: bool) -> jax.Array:
     return value if only_cpu else _rounded(value, dtype=dtype, only_cpu=only_cpu)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], **params: Any
+) -> tuple[jax.Array, jax.Array]:
     return _settle.bind(*primals, **params), tangents[0]
 
 

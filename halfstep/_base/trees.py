@@ -5,7 +5,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ def path_string(path: Sequence[Any], *, root: str = "") -> str:
     return "/".join(part for part in (root, below) if part)
 
 
-def compile_rule(rule: Any) -> re.Pattern[str]:
+def compile_rule(rule: object) -> re.Pattern[str]:
     """Compile a path rule.
 
     Components are separated by `/`; `*` and `?` match within one component, `**` any number of
@@ -69,6 +69,7 @@ def match_rules(
         ValueError: If a rule selects nothing; the message names the nearest candidates.
     """
     selected = [False] * len(paths)
+    # With a slash at the end, so that `head` does not select `header`.
     known_roots = [f"{root}/" for root in roots]
     slashed = [f"{path}/" for path in paths]
     for rule in rules:
@@ -92,6 +93,7 @@ def _unmatched(rule: str, paths: Sequence[str], roots: Sequence[str], option: st
         for path in candidates
         if difflib.SequenceMatcher(None, path.rsplit("/", 1)[-1], last).ratio() >= 0.7
     ]
+    # By the whole path, and by the last name alone: what is misspelled is often only where it lies.
     near = difflib.get_close_matches(rule, list(candidates), n=3, cutoff=0.5)
     shown = list(dict.fromkeys([*near, *by_name]))[:3] or list(candidates)[:5]
     listed = ", ".join(repr(path) for path in shown) or "none: there are no leaves"
@@ -102,19 +104,29 @@ def _unmatched(rule: str, paths: Sequence[str], roots: Sequence[str], option: st
     )
 
 
-def is_array(leaf: Any) -> bool:
+@runtime_checkable
+class Shaped(Protocol):
+    """An array, or what stands for one: a `jax.ShapeDtypeStruct`, the type of a traced value."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic]:
     """Whether a leaf is an array or a scalar of JAX's or NumPy's."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: object) -> bool:
     """Whether a leaf is made of floating-point or complex numbers, Python's own included."""
     if isinstance(leaf, float | complex):
         return True
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Whether a leaf is made of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -133,7 +145,7 @@ class MarkedLeaf(NamedTuple):
     is_state: bool
 
 
-def is_state_node(node: Any) -> bool:
+def is_state_node(node: object) -> bool:
     """Whether a node of a tree is persistent state by its type."""
     if isinstance(node, eqx.nn.State):
         return True
@@ -142,7 +154,7 @@ def is_state_node(node: Any) -> bool:
     return nnx is not None and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
 
 
-def variables_in(tree: Any) -> list[Any]:
+def variables_in(tree: object) -> list[Any]:
     """The variables of NNX modules in a tree, which functions change in place."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -151,12 +163,14 @@ def variables_in(tree: Any) -> list[Any]:
     return [node for node in nodes if isinstance(node, nnx.Variable)]
 
 
-def set_variable(variable: Any, value: Any) -> None:
+def set_variable(variable: Any, value: object) -> None:
     """Change a variable of an NNX module in place.
 
     Raises:
         ValueError: The variable belongs outside of the gradient function that is being traced.
     """
+    # Flax lets a variable be changed only at the level of tracing where it was made: a tracer of an
+    # inner level in a variable of an outer one would outlive its trace.
     try:
         variable.set_raw_value(value)
     except sys.modules["flax"].errors.TraceContextError as error:
@@ -167,11 +181,12 @@ def set_variable(variable: Any, value: Any) -> None:
         ) from error
 
 
-def marked_leaves(tree: Any, *, root: str = "") -> list[MarkedLeaf]:
+def marked_leaves(tree: object, *, root: str = "") -> list[MarkedLeaf]:
     """The leaves of `tree` in JAX's order, each with its path and whether it is state."""
     marked: list[MarkedLeaf] = []
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=is_state_node)[0]:
         by_type = is_state_node(node)
+        # A node of state is taken whole first: its leaves alone do not tell what they are of.
         below = jtu.tree_flatten_with_path(node)[0] if by_type else [((), node)]
         for sub_path, leaf in below:
             text = path_string((*path, *sub_path), root=root)

@@ -76,6 +76,7 @@ def _scan(params: _Parameters) -> Scan:
     else:
         # Since JAX 0.11 one flat tree of all operands, in three parts.
         consts, carries, _ = params.read("ft_in", lambda found: tuple(map(len, found.unpack())))
+    # Options of `jax.lax.scan` itself: the loop is made again by it, and should stay the same.
     options = {"unroll": params["unroll"]}
     if "_split_transpose" in params:
         options["_split_transpose"] = params["_split_transpose"]
@@ -105,7 +106,7 @@ def _jit(params: _Parameters) -> Jit:
     return Jit(params.read(name, closed), params.primitive, in_shardings, out_shardings)
 
 
-def _sharding(found: Any) -> Any:
+def _sharding(found: object) -> object:
     # JAX's word for "not said" is private, and `jax.jit` takes `None` for it.
     return None if type(found).__name__ == "UnspecifiedValue" else found
 
@@ -114,7 +115,7 @@ def _remat(params: _Parameters) -> Remat:
     function, held = params.read("jaxpr", closed), params["jaxpr"]
 
     def bind_as_traced(
-        primitive: Any, func: Callable[..., Any], values: Sequence[Any]
+        primitive: core.Primitive, func: Callable[..., Any], values: Sequence[Any]
     ) -> list[Any]:
         made = jax.make_jaxpr(func)(*values)
         # Up to JAX 0.10 the equation holds an open function, since then one with its constants.
@@ -251,7 +252,7 @@ def structure_of(name: str, params: Mapping[str, Any]) -> Structure | None:
     return None if read is None else read(_Parameters(name, params))
 
 
-def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """All equations of a traced function and of every function inside it."""
     for equation in jaxpr.eqns:
         yield equation
@@ -268,7 +269,11 @@ def functions_in(name: str, params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
         yield from (inner.function for inner in found.inner())
 
 
-def bind_again(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+def bind_again(
+    primitive: core.Primitive, params: Mapping[str, Any], operands: Sequence[Any]
+) -> list[Any]:
     """Run a primitive on operands, with parameters as an equation has them."""
+    # An equation holds functions as traced ones, and `bind` of some primitives wants them callable:
+    # the primitive itself knows how to go back.
     results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
     return list(results) if primitive.multiple_results else [results]

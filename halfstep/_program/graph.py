@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import AbstractValue, Tracer
 from jax.extend import core, source_info_util
 
 from halfstep._base import ClosedJaxpr
@@ -39,11 +39,11 @@ Operand = int | Constant
 class Node:
     """One operation."""
 
-    primitive: Any
+    primitive: core.Primitive
     params: Mapping[str, Any]
     ins: tuple[Operand, ...]
     outs: tuple[int, ...]
-    source: Any
+    source: source_info_util.SourceInfo
     effects: bool
     outer: str = ""
     """The scopes that the whole function is in."""
@@ -60,6 +60,7 @@ class Node:
             source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
         )
 
+    # Read once: every pass over a program asks for it, and `explain` for each operation.
     @functools.cached_property
     def structure(self) -> Structure | None:
         """The functions that the operation holds, and how it calls them; `None` for most."""
@@ -138,7 +139,7 @@ def graph_of(function: ClosedJaxpr, scope: str = "") -> Graph:
     )
 
 
-def is_of_jax(jaxpr: Any) -> bool:
+def is_of_jax(jaxpr: core.Jaxpr) -> bool:
     """Whether a traced function is one of JAX's own."""
     name = getattr(jaxpr.debug_info, "func_filename", None)
     return name is not None and name.startswith(_JAX)
@@ -151,7 +152,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.constants: list[tuple[int, Any]] = []
 
-    def new(self, aval: Any) -> int:
+    def new(self, aval: AbstractValue) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
@@ -160,16 +161,18 @@ class _Builder:
         jaxpr: core.Jaxpr,
         consts: Sequence[Any],
         ins: Sequence[Operand],
-        outer: Any,
-        caller: Any = None,
+        outer: source_info_util.SourceInfo | None,
+        caller: source_info_util.SourceInfo | None = None,
     ) -> list[Operand]:
+        # Values are numbered over all functions that are inlined. JAX's variables will not do: a
+        # function that is called twice has the same ones both times.
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             number = self.new(var.aval)
             self.constants.append((number, value))
             env[var] = number
 
-        def read(atom: Any) -> Operand:
+        def read(atom: core.Var | core.Literal) -> Operand:
             if isinstance(atom, core.Literal):
                 return Constant(atom.val, atom.aval)
             return env[atom]
@@ -177,6 +180,8 @@ class _Builder:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             source = equation.source_info
+            # The scopes of an inlined function begin where it is called: without those of the call,
+            # a rule for `decoder/head` would not find what a jitted layer does in there.
             if outer is not None:
                 source = source.replace(name_stack=outer.name_stack + source.name_stack)
             if caller is not None:
@@ -211,6 +216,8 @@ def _orders(effect: object) -> bool:
     return type(effect).__name__ != "NamedAxisEffect"
 
 
+# Most calls are JAX's own (`jnp.where`, `jax.nn.relu` and the like are jitted). Were they left as
+# calls, no decision about an operation could look at what comes before and after it.
 def _inlined(equation: core.JaxprEqn) -> ClosedJaxpr | None:
     """The function of a call that is nothing but its inside."""
     if equation.primitive.name not in Jit.names:
@@ -220,7 +227,7 @@ def _inlined(equation: core.JaxprEqn) -> ClosedJaxpr | None:
     return call.function if isinstance(call, Jit) and call.is_only_a_call else None
 
 
-def size(aval: Any) -> int:
+def size(aval: object) -> int:
     """How many elements a value has.
 
     A dimension that has no number yet, as `jax.export` has them, counts as if it were a usual
@@ -235,6 +242,6 @@ def is_scalar_literal(operand: Operand) -> bool:
     return isinstance(operand, Constant) and np.ndim(operand.value) == 0
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> bool:
     """Whether a value is one of an outer trace, of which only shape and dtype are known."""
     return isinstance(value, Tracer)

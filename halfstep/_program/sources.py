@@ -5,9 +5,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from halfstep._base import OWN_FILE
+from halfstep._base import OWN_FILE, Traceback
 
 # What the user calls, and whose lines say nothing to them.
 _LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
@@ -48,9 +48,9 @@ class Finder:
     def __init__(self) -> None:
         self._libraries = _folders(_LIBRARIES)
         self._jax = (*_folders(_JAX), _own_folder(sysconfig.get_path("stdlib")))
-        self._found: dict[int, tuple[Any, Source]] = {}
+        self._found: dict[int, tuple[Traceback | None, Source]] = {}
 
-    def find(self, traceback: Any) -> Source:
+    def find(self, traceback: Traceback | None) -> Source:
         """The line of the user's; of a library's, if only libraries are there."""
         # The traceback is kept, so that no other one comes to have its number.
         known = self._found.get(id(traceback))
@@ -58,7 +58,7 @@ class Finder:
             known = self._found[id(traceback)] = (traceback, self._find(traceback))
         return known[1]
 
-    def _find(self, traceback: Any) -> Source:
+    def _find(self, traceback: Traceback | None) -> Source:
         frames = traceback.frames if traceback is not None else ()
         return self.choose(
             [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
@@ -76,9 +76,12 @@ class Finder:
     def _is_machinery(self, file: str) -> bool:
         if file == OWN_FILE:
             return True
+        # Code that libraries make at run time, such as dataclasses' `<string>`, is not the user's;
+        # what is typed into a prompt or a notebook is.
         if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
             return True
         if any(part in file for part in ("/site-packages/", "/dist-packages/")):
+            # Installed packages lie in the standard library's folder: it does not count for them.
             return file.startswith(self._jax[:-1])
         return file.startswith(self._jax)
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from halfstep._base import ClosedJaxpr
 
@@ -20,6 +21,8 @@ _T = TypeVar("_T")
 _B = TypeVar("_B")
 
 
+# Compared by identity, all of them: two traced functions are never equal for JAX, and to compare
+# their parameters would compare arrays.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inner:
     """A function inside an operation, and what its inputs are outside."""
@@ -92,8 +95,10 @@ class Scan(Structure):
         first, second = self.consts, self.consts + self.carries
         return values[:first], values[first:second], values[second:]
 
-    def bind(self, body: Callable[..., Any], init: Any, xs: Any) -> Any:
+    def bind(self, body: Callable[..., Any], init: object, xs: object) -> Any:
         """Run another body in the same loop."""
+        # By the public function, and not by the primitive: the other body's carries may have other
+        # dtypes, and `scan` traces it and checks them.
         return jax.lax.scan(
             body, init, xs, length=self.length, reverse=self.reverse, **self.options
         )
@@ -153,6 +158,7 @@ class While(Structure):
             init: The first carries.
             more: What is carried beside them, of the loop as a whole and not of one element.
         """
+        # JAX's own primitive takes such a test, and its public function does not.
         (tested,) = self.test.jaxpr.outvars
         is_mapped = bool(getattr(tested.aval, "shape", ()))
 
@@ -191,7 +197,7 @@ class Cond(Structure):
             for number, branch in enumerate(self.branches)
         )
 
-    def bind(self, index: Any, branches: Sequence[Callable[..., Any]], *values: Any) -> Any:
+    def bind(self, index: ArrayLike, branches: Sequence[Callable[..., Any]], *values: Any) -> Any:
         """Run other branches by the same choice."""
         return jax.lax.switch(index, branches, *values)
 
@@ -200,7 +206,7 @@ class Cond(Structure):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Call(Structure):
+class _SingleCall(Structure):
     """One function that is called once with all operands."""
 
     function: ClosedJaxpr
@@ -212,7 +218,7 @@ class _Call(Structure):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Jit(_Call):
+class Jit(_SingleCall):
     """`jax.jit` and the calls that JAX makes of it."""
 
     names: ClassVar = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
@@ -233,6 +239,7 @@ class Jit(_Call):
             *values: The operands.
             more: Shardings of what it returns beside that; it then returns a tuple of both.
         """
+        # Shardings follow the structure of what is returned: a pair if there is more.
         outs: Any = self.out_shardings
         return jax.jit(
             func, in_shardings=self.in_shardings, out_shardings=(outs, *more) if more else outs
@@ -240,7 +247,7 @@ class Jit(_Call):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Remat(_Call):
+class Remat(_SingleCall):
     """`jax.checkpoint`."""
 
     names: ClassVar = ("checkpoint", "remat", "remat2")
@@ -260,7 +267,7 @@ class Remat(_Call):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ShardMap(_Call):
+class ShardMap(_SingleCall):
     """`jax.shard_map`."""
 
     names: ClassVar = ("shard_map",)
@@ -274,10 +281,15 @@ class ShardMap(_Call):
     @property
     def axes(self) -> tuple[str, ...]:
         """The same in the order of the mesh."""
+        # A set has no order of its own, and every process has to name the axes in the same one.
         return tuple(name for name in self.mesh.axis_names if name in self.manual_axes)
 
     def bind(
-        self, func: Callable[..., Any], *values: Any, in_specs: Any = None, out_specs: Any = None
+        self,
+        func: Callable[..., Any],
+        *values: Any,
+        in_specs: object = None,
+        out_specs: object = None,
     ) -> Any:
         """Map another function over the same axes of the same mesh."""
         return jax.shard_map(
@@ -291,7 +303,7 @@ class ShardMap(_Call):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CustomVmap(_Call):
+class CustomVmap(_SingleCall):
     """A function with `jax.custom_batching.custom_vmap`."""
 
     names: ClassVar = ("custom_vmap_call",)
@@ -312,7 +324,7 @@ class CustomVmap(_Call):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CustomJvp(_Call):
+class CustomJvp(_SingleCall):
     """A function with `jax.custom_jvp`."""
 
     names: ClassVar = ("custom_jvp_call",)
@@ -325,7 +337,7 @@ class CustomJvp(_Call):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CustomVjp(_Call):
+class CustomVjp(_SingleCall):
     """A function with `jax.custom_vjp`."""
 
     names: ClassVar = ("custom_vjp_call",)
