@@ -64,7 +64,7 @@ def _rule(text: str) -> None:
 
 def _file(text: str) -> None:
     from halfstep import Policy
-    from halfstep._policy.file import from_toml, to_toml
+    from halfstep._policy.policy import from_toml, to_toml
 
     names = ("param", "compute", "output", "keep", "rules", "accumulate", "recipe", "mode")
     try:

@@ -42,7 +42,7 @@ def test_another_compute_dtype():
     assert (policy.compute, policy.recipe) == (np.dtype(np.float16), RECIPES["f8-row"])
     with pytest.raises(ValueError, match=r"for a compute dtype of 16 bits.*got compute='f32'"):
         Policy(compute="f32", recipe="f8")
-    with pytest.raises(ValueError, match="leave out `rules`, `accumulate` and `recipe`"):
+    with pytest.raises(ValueError, match="got recipe with mode='inputs'"):
         Policy.parse("f8:inputs")
 
 

@@ -1,6 +1,5 @@
 """What runs in which precision, why, and what is wrong with it."""
 
-from halfstep._explain.analysis import explain as explain
 from halfstep._explain.entries import (
     ExplainEntry as ExplainEntry,
     Typed as Typed,
@@ -8,6 +7,7 @@ from halfstep._explain.entries import (
     typed as typed,
 )
 from halfstep._explain.explain_report import ExplainReport as ExplainReport, LintError as LintError
+from halfstep._explain.explained import explain as explain
 from halfstep._explain.findings import ExplainFinding as ExplainFinding
 from halfstep._explain.totals import (
     ExplainF8 as ExplainF8,

@@ -17,7 +17,7 @@ from halfstep._autocast import CONTRACTIONS
 from halfstep._base import FlatCall
 from halfstep._explain.findings import ExplainFinding
 from halfstep._explain.stored import vjp_by_parameters
-from halfstep._program import Finder, structure_of
+from halfstep._program import Finder, Source, structure_of
 
 # Of operations that are in neither list nothing is said: they move values or add them up.
 _NOT_LINEAR = frozenset(
@@ -49,7 +49,7 @@ def scale_sensitive(
         jaxpr, count = _backward(call, params)
     except Exception:  # Any error of the user's derivative rules ends up here.
         return
-    found: dict[Any, core.JaxprEqn] = {}
+    found: dict[Source, core.JaxprEqn] = {}
     _follow(jaxpr, [number < count for number in range(len(jaxpr.invars))], found, finder)
     for source, equation in found.items():
         aval: Any = equation.invars[0].aval
@@ -66,13 +66,13 @@ def scale_sensitive(
         )
 
 
-def _backward(call: FlatCall, params: Sequence[int]) -> tuple[Any, int]:
+def _backward(call: FlatCall, params: Sequence[int]) -> tuple[core.Jaxpr, int]:
     """The backward pass of a function, and how many of its inputs, the first, are cotangents."""
 
     def results(*values: Any) -> list[Any]:
         return [leaf for leaf in call(*values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
-    def backward(cotangents: Any, values: Sequence[Any]) -> Any:
+    def backward(cotangents: list[jax.Array], values: Sequence[jax.Array]) -> Any:
         return vjp_by_parameters(results, call, params, values)(cotangents)
 
     cotangents = jax.eval_shape(results, *call.arrays)
@@ -80,18 +80,20 @@ def _backward(call: FlatCall, params: Sequence[int]) -> tuple[Any, int]:
 
 
 def _follow(
-    jaxpr: Any, scaled: Sequence[bool], found: dict[Any, core.JaxprEqn], finder: Finder
+    jaxpr: core.Jaxpr, scaled: Sequence[bool], found: dict[Source, core.JaxprEqn], finder: Finder
 ) -> list[bool]:
     """Which results of a traced function are scaled with its inputs; notes what is not linear."""
     known = {var for var, is_scaled in zip(jaxpr.invars, scaled, strict=True) if is_scaled}
 
-    def is_scaled(atom: Any) -> bool:
+    def is_scaled(atom: core.Var | core.Literal) -> bool:
         return not isinstance(atom, core.Literal) and atom in known
 
     for equation in jaxpr.eqns:
         ins = [is_scaled(atom) for atom in equation.invars]
         if not any(ins):
             continue
+        # After an operation that is not linear, results still count as scaled: what is made of them
+        # depends on the scale as well.
         outs = _inside(equation, ins, found, finder)
         if outs is None:
             outs = [True] * len(equation.outvars)
@@ -104,11 +106,15 @@ def _follow(
 def _is_not_linear(name: str, ins: Sequence[bool]) -> bool:
     if name in _PRODUCTS:
         return all(ins[:2])
+    # To divide by a cotangent is not linear; to divide a cotangent is.
     return name in _NOT_LINEAR or (name == "div" and ins[1])
 
 
 def _inside(
-    equation: core.JaxprEqn, ins: Sequence[bool], found: dict[Any, core.JaxprEqn], finder: Finder
+    equation: core.JaxprEqn,
+    ins: Sequence[bool],
+    found: dict[Source, core.JaxprEqn],
+    finder: Finder,
 ) -> list[bool] | None:
     """The same of an operation that holds functions; `None` for one that does not."""
     structure = structure_of(equation.primitive.name, equation.params)

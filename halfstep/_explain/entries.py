@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from halfstep._base import dtype_name
 from halfstep._program import Source
@@ -30,13 +31,15 @@ class Typed:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def typed(aval: Any, dtype: Any = None) -> Typed:
+def typed(aval: object, dtype: np.dtype | None = None) -> Typed:
     """The type of a value, in another dtype if one is given."""
-    dtype = getattr(aval, "dtype", None) if dtype is None else dtype
+    held = getattr(aval, "dtype", None) if dtype is None else dtype
     shape = tuple(getattr(aval, "shape", ()))
-    if dtype is None:
+    # Tokens, which order effects, have neither.
+    if held is None:
         return Typed(str(aval), shape, 0)
-    return Typed(name_of(dtype), shape, -(-math.prod(shape) * _bits(dtype) // 8))
+    # Rounded up to whole bytes: elements may have 4 bits.
+    return Typed(name_of(held), shape, -(-math.prod(shape) * _bits(held) // 8))
 
 
 def _bits(dtype: Any) -> int:

@@ -122,6 +122,7 @@ class ExplainReport(Report):
 
     def at(self, place: str) -> tuple[ExplainEntry, ...]:
         """The operations of a source line, `"model.py:41"`, or of a whole file, `"model.py"`."""
+        # Both with a slash in front, so that `model.py` does not stand for `my_model.py`.
         file, colon, line = place.rpartition(":")
         if not colon:
             file, line = place, ""
@@ -351,6 +352,8 @@ def _left_out(entries: Sequence[ExplainEntry]) -> int:
 
 def _rows(entries: Sequence[ExplainEntry], *, full: bool) -> list[tuple[str, list[str]]]:
     """The cells of the table, each row with the source line that it is of."""
+    # A line of a model is often a dozen operations, and a loop over layers repeats them: the short
+    # table has one row for those that differ in nothing that is shown.
     by_source: dict[Source, dict[object, list[ExplainEntry]]] = {}
     for number, entry in enumerate(entries):
         if full or _computes(entry):

@@ -84,7 +84,8 @@ class ExplainFinding:
 
 def merged(findings: Iterable[ExplainFinding]) -> tuple[ExplainFinding, ...]:
     """One finding for what is the same on the same line, with bytes and operations added up."""
-    found: dict[tuple[Any, ...], ExplainFinding] = {}
+    # Not by `what`, which names the operation: three sums on one line are one thing to change.
+    found: dict[tuple[object, ...], ExplainFinding] = {}
     for finding in findings:
         key = (finding.kind, finding.source, finding.why, finding.fix)
         if key in found:
@@ -133,6 +134,8 @@ def model_copies(
             continue
         if _is_half(step.place.plan.graph.avals[step.node.outs[0]].dtype):
             found.append(step)
+    # One layer that is cast by hand is a choice. Most of the model is a habit of other libraries,
+    # which costs the memory that autocast saves.
     copied = sum(step.entry.bytes_in * step.entry.count for step in found)
     if copied < min_bytes or 2 * copied < parameter_bytes:
         return
@@ -156,6 +159,8 @@ def stored_float32(
     for residual in found:
         if residual.type.dtype != "f32" or residual.type.bytes < min_bytes:
             continue
+        # Casts of arguments and spread-out constants can be made again: compilers need not store
+        # them.
         if residual.of_argument or residual.is_constant or residual.source in known:
             continue
         yield ExplainFinding(
@@ -197,6 +202,7 @@ def unlowered(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
                 else "write both operands in float32, or both in 16 bits."
             )
             yield _finding(step, f"`{entry.name}` stays {wide[0].dtype}: {reason}", fix)
+        # A kernel is bound with the dtypes that it was written for, so autocast leaves it alone.
         elif entry.name == "pallas_call" and _has_wide_dot(step):
             yield _finding(
                 step,
@@ -235,6 +241,7 @@ def ranges(steps: list[Step]) -> Iterator[ExplainFinding]:
             continue
         entry = step.entry
         found = entry.largest
+        # Half of the range, since other data may be larger; and so written that NaN counts.
         if found is not None and entry.outs[0].dtype == "f16" and not found <= largest / 2:
             what = f"`{entry.name}` makes numbers up to {found:.3g}; float16 ends at {largest:.0f}"
             yield _beyond(step, what)
@@ -285,6 +292,7 @@ def _made_low(step: Step) -> Node | None:
         node = plan.graph.nodes[made_by]
         if node.name in CONTRACTIONS:
             return node if Kind.LOW in plan.decisions[made_by].outs else None
+        # Only through what moves values: after any arithmetic, it is not the product that grows.
         if plan.decisions[made_by].rule is Rule.FOLLOW and plan.decisions[made_by].inner is None:
             waiting += node.ins
     return None

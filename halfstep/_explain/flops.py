@@ -4,17 +4,22 @@ A multiply-add counts two FLOPs, also of complex numbers. A convolution counts a
 window, those on padding included. What is no contraction counts one FLOP an element.
 """
 
+import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast import CONTRACTIONS, TABLE, Rule
+from halfstep._base import ClosedJaxpr, Shaped
 from halfstep._explain.entries import name_of
 from halfstep._program import equations, functions_in, structure_of
+
+_Params: TypeAlias = Mapping[str, Any]
+"""What a primitive is bound with."""
 
 # Calls whose products are nowhere in the traced program.
 _UNSEEN = frozenset(
@@ -37,7 +42,7 @@ _BY_NAME = frozenset(
 _MOVEMENT = frozenset({"select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"})
 
 
-def flops(name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def flops(name: str, params: _Params, ins: Sequence[Any], outs: Sequence[Any]) -> int:
     """How many FLOPs one run of an operation takes; 0 for what only moves values.
 
     Args:
@@ -50,33 +55,28 @@ def flops(name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> in
         return _COUNTERS[name](params, ins, outs)
     if TABLE.get(name) not in (Rule.FLOAT32, Rule.WIDEST) or name in _MOVEMENT:
         return 0
+    # A sum reads more than it writes, and a broadcast addition the other way round.
     return max(elements(aval) for aval in (*ins, *outs))
 
 
-def flops_in(functions: Iterable[Any]) -> dict[str, int]:
+def flops_in(functions: Iterable[ClosedJaxpr]) -> dict[str, int]:
     """FLOPs of all contractions in traced functions, by the dtypes of their factors."""
-    total: dict[str, int] = {}
-
-    def add(found: Mapping[str, int], times: int = 1) -> None:
-        for name, count in found.items():
-            total[name] = total.get(name, 0) + count * times
-
+    total: collections.Counter[str] = collections.Counter()
     for function in functions:
         for equation in function.jaxpr.eqns:
             name, params = equation.primitive.name, equation.params
-            ins, outs = (
-                [var.aval for var in found] for found in (equation.invars, equation.outvars)
-            )
+            ins: list[Any] = [var.aval for var in equation.invars]
+            outs: list[Any] = [var.aval for var in equation.outvars]
             if name in CONTRACTIONS:
                 factors = dict.fromkeys(name_of(aval.dtype) for aval in ins[:2])
-                add({" x ".join(factors): flops(name, params, ins, outs)})
+                total[" x ".join(factors)] += flops(name, params, ins, outs)
             else:
-                add(inside_flops(name, params, ins, outs))
-    return total
+                total.update(inside_flops(name, params, ins, outs))
+    return dict(total)
 
 
 def inside_flops(
-    name: str, params: Any, ins: Sequence[Any], outs: Sequence[Any]
+    name: str, params: _Params, ins: Sequence[Any], outs: Sequence[Any]
 ) -> Mapping[str, int]:
     """FLOPs of the products in what is no contraction itself, by the dtypes of their factors.
 
@@ -89,14 +89,14 @@ def inside_flops(
     structure = structure_of(name, params)
     if structure is None:
         return flops_in(functions_in(name, params))
-    total: dict[str, int] = {}
+    total: collections.Counter[str] = collections.Counter()
     for inner in structure.inner():
-        for dtype, count in flops_in((inner.function,)).items():
-            total[dtype] = total.get(dtype, 0) + count * inner.times
-    return total
+        found = flops_in((inner.function,))
+        total.update({dtype: count * inner.times for dtype, count in found.items()})
+    return dict(total)
 
 
-def is_unseen(name: str, params: Any) -> bool:
+def is_unseen(name: str, params: _Params) -> bool:
     """Whether an operation multiplies matrices in a way that the traced program does not show."""
     return name in _UNSEEN or any(
         equation.primitive.name in (*_UNSEEN, *_BY_NAME)
@@ -105,17 +105,17 @@ def is_unseen(name: str, params: Any) -> bool:
     )
 
 
-def elements(aval: Any) -> int:
+def elements(aval: object) -> int:
     """How many elements a value has."""
     return math.prod(getattr(aval, "shape", ()))
 
 
-def _dot(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _dot(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     (contracting, _), _ = params["dimension_numbers"]
     return 2 * elements(outs[0]) * _sizes(ins[0], contracting)
 
 
-def _ragged_dot(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _ragged_dot(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     """With full groups, which is the most it can be: each row meets one group's matrix."""
     numbers = params.get("ragged_dot_dimension_numbers")
     if numbers is None:
@@ -127,12 +127,12 @@ def _ragged_dot(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
     return count // outs[0].shape[0] if split else count
 
 
-def _convolution(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _convolution(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     out_features = ins[1].shape[params["dimension_numbers"].rhs_spec[0]]
     return 2 * elements(outs[0]) * elements(ins[1]) // max(1, out_features)
 
 
-def _sparse_by_dense(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _sparse_by_dense(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     """Each stored element meets the dense factor's elements at its own place."""
     (_, contracted), (_, batch) = params["dimension_numbers"]
     dense = ins[-1]
@@ -140,20 +140,20 @@ def _sparse_by_dense(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> in
     return 2 * elements(ins[0]) * _sizes(dense, sorted(own))
 
 
-def _sampled(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _sampled(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     (contracting, _), _ = params["dimension_numbers"]
     return 2 * elements(outs[0]) * _sizes(ins[0], contracting)
 
 
-def _sparse_by_vector(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _sparse_by_vector(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     return 2 * elements(ins[0])
 
 
-def _sparse_by_matrix(params: Any, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def _sparse_by_matrix(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
     return 2 * elements(ins[0]) * ins[-1].shape[1]
 
 
-def _sizes(aval: Any, dimensions: Sequence[int]) -> int:
+def _sizes(aval: Shaped, dimensions: Sequence[int]) -> int:
     return math.prod(aval.shape[dimension] for dimension in dimensions)
 
 

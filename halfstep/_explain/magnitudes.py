@@ -16,6 +16,7 @@ from halfstep._program import (
     CustomVjp,
     CustomVmap,
     Jit,
+    Operand,
     Remat,
     Scan,
     bind_again,
@@ -43,6 +44,11 @@ def magnitudes(place: PlanPlace, arrays: Sequence[Any]) -> Magnitudes:
 
 
 class _Run:
+    """Runs plans as they are written, and collects magnitudes as results beside the function's own.
+
+    Collected on the way they could not leave a loop or a branch, whose inside is traced by itself.
+    """
+
     def __init__(self) -> None:
         self.skipped: list[str] = []
 
@@ -53,7 +59,7 @@ class _Run:
         env.update(graph.constants)
         largest: dict[Key, Any] = {}
 
-        def read(operand: Any) -> Any:
+        def read(operand: Operand) -> Any:
             return operand.value if isinstance(operand, Constant) else env[operand]
 
         for index, node in enumerate(graph.nodes):
@@ -90,7 +96,7 @@ class _Run:
     ) -> tuple[list[Any], dict[Key, Any]]:
         consts, init, xs = loop.split(operands)
 
-        def body(carry: Any, x: Any) -> Any:
+        def body(carry: tuple[jax.Array, ...], x: tuple[jax.Array, ...]) -> Any:
             results, found = self.of(inner, [*consts, *carry, *x])
             return tuple(results[: loop.carries]), (tuple(results[loop.carries :]), found)
 
@@ -101,6 +107,7 @@ class _Run:
         self, inner: Sequence[PlanPlace], operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
         which, *given = operands
+        # All branches of a `switch` return the same: a branch has zeros for what is in the others.
         keys = {
             key
             for branch in inner

@@ -41,6 +41,7 @@ def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[Ex
         if not reaches:
             # It would be float32 a moment later: a mask before a softmax, a target in a loss.
             continue
+        # All that is float32 because of this one is not reported again: its cause is the same.
         covered |= {(step.place.key, member) for member in members}
         compute = step.place.plan.settings.compute
         for cause in causes:
@@ -72,6 +73,8 @@ def _causes(step: Step, min_bytes: int) -> list[WideOrigin]:
         if kind in (Kind.WIDE, Kind.KEPT)
         for origin in _origins(place, operand)
     ]
+    # If one operand is float32 for a reason, such as the result of a softmax, then to change the
+    # others changes nothing.
     return [] if any(origin.kind == "operation" for origin in found) else found
 
 
@@ -88,6 +91,8 @@ def _texts(origin: WideOrigin, compute: np.dtype, finder: Finder) -> tuple[str, 
         return f"the float32 of {what}", (
             f"convert to `jnp.{compute.name}` there, or leave the conversion out."
         )
+    # What is left are constants. One that the compute dtype can hold takes the dtype of what it
+    # meets, so this one is too large for it, or too small.
     limits = jnp.finfo(compute)
     value = _constant_value(origin.place, origin.operand)
     if value is None or is_traced(value):
@@ -160,6 +165,7 @@ def _region(place: PlanPlace, index: int) -> tuple[frozenset[int], bool]:
         for number in plan.graph.nodes[waiting.pop()].outs:
             if plan.kinds[number] is Kind.OTHER:
                 continue
+            # What comes after a loop or a call is not looked into: it may be anything.
             reaches |= place.outer is not None and number in plan.graph.outputs
             for user in plan.graph.users[number] - members:
                 decision = plan.decisions[user]

@@ -36,6 +36,8 @@ _VIEWS = frozenset(
 def reason(place: PlanPlace, index: int, finder: Finder) -> str:
     """Why an operation runs as it does, in a few words."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
+    # What the user has said comes first, then what is special about the operation, and only then
+    # what the table says about its primitive.
     by = decision.by or place.by
     if by:
         return "keep_precision" if KEEP_SCOPE in by else f"rule {by}"
@@ -78,6 +80,7 @@ def _precision(precision: object) -> str:
 def _followed(place: PlanPlace, index: int, decision: Decision, finder: Finder) -> str:
     node = place.plan.graph.nodes[index]
     kinds = [place.kind(index, operand) for operand in node.ins]
+    # One float32 operand is enough to make the operation wide: the first one is named.
     for operand, kind in zip(node.ins, kinds, strict=True):
         if kind in (Kind.WIDE, Kind.KEPT):
             return f"as {described(place, operand, finder)}"
@@ -137,6 +140,8 @@ def _argument(place: PlanPlace, operand: Operand | None) -> str:
 def multiplies(site: RecipeProduct) -> bool:
     """Whether the elements themselves are multiplied, and not what they stand for in 16 bits."""
     factors = site.recipe.forward
+    # Scales of rows come out of a matrix product as factors of its result. Those of blocks change
+    # within a sum, and the windows of a convolution share no rows: operands are scaled back before.
     if site.contraction is jax.lax.dot_general_p:
         return not any(factor.is_blocked for factor in factors)
     return all(factor.per == "tensor" for factor in factors)

@@ -12,7 +12,8 @@ from halfstep._base import NAME as SETTLE, FlatCall
 from halfstep._explain.entries import Typed, typed
 from halfstep._program import Finder, Inner, Jit, Remat, Scan, ShardMap, Source, structure_of
 
-# What makes another view or another dtype of a value, and nothing new.
+# What makes another view or another dtype of a value, and nothing new. Fewer than `reasons` looks
+# through for the name of a parameter: what a `gather` makes is memory of its own.
 _VIEWS = frozenset(
     {
         *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice"),
@@ -53,6 +54,8 @@ def residuals(
     def stored(*values: Any) -> Any:
         return vjp_by_parameters(func, call, params, values)
 
+    # `jax.vjp` returns its backward pass as a pytree whose leaves are what it has stored, so that a
+    # traced function which returns it returns the residuals.
     jaxpr = jax.make_jaxpr(stored)(*call.arrays).jaxpr
     # The same value may be needed by several operations, and is stored once.
     found = dict.fromkeys(var for var in jaxpr.outvars if not isinstance(var, core.Literal))
@@ -87,7 +90,7 @@ def vjp_by_parameters(
     return jax.vjp(of_moving, *(values[position] for position in moving))[1]
 
 
-def _residual(var: Any, function: "_Function", finder: Finder) -> Residual:
+def _residual(var: core.Var, function: "_Function", finder: Finder) -> Residual:
     equation = function.origin(var)
     return Residual(
         typed(var.aval),
@@ -102,26 +105,30 @@ def _residual(var: Any, function: "_Function", finder: Finder) -> Residual:
 class _Function:
     """A traced function, of whose values one can ask where they come from."""
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: core.Jaxpr):
         self.jaxpr = jaxpr
         self.made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
-    def origin(self, var: Any) -> Any:
+    def origin(self, var: core.Var) -> core.JaxprEqn:
         """The operation that makes a value, inside of the calls and loops that hand it out."""
-        inner, wanted = self._inside(var)
-        if inner is None or isinstance(wanted, core.Literal) or wanted not in inner.made:
+        found = self._inside(var)
+        if found is None:
+            return self.made[var]
+        inner, wanted = found
+        if isinstance(wanted, core.Literal) or wanted not in inner.made:
             return self.made[var]
         return inner.origin(wanted)
 
-    def viewed(self, var: Any) -> "int | core.Literal | None":
+    def viewed(self, var: core.Var | core.Literal) -> "int | core.Literal | None":
         """The number of the argument that a value is, in whatever dtype and shape it is now.
 
         Or the constant that it is; `None` if it is neither.
         """
         while not isinstance(var, core.Literal) and var in self.made:
             equation = self.made[var]
-            inner, wanted = self._inside(var)
-            if inner is not None:
+            inside = self._inside(var)
+            if inside is not None:
+                inner, wanted = inside
                 seen = inner.viewed(wanted)
                 if not isinstance(seen, int):
                     return seen
@@ -137,19 +144,19 @@ class _Function:
             return var
         return self.jaxpr.invars.index(var) if var in self.jaxpr.invars else None
 
-    def _inside(self, var: Any) -> "tuple[_Function | None, Any]":
+    def _inside(self, var: core.Var) -> "tuple[_Function, core.Var | core.Literal] | None":
         """The function that hands a value out, and what it is in there."""
         equation = self.made[var]
         call = _called(equation)
         if call is None:
-            return None, None
+            return None
         outs = call.function.jaxpr.outvars
         if len(outs) != len(equation.outvars):
-            return None, None
+            return None
         return _Function(call.function.jaxpr), outs[equation.outvars.index(var)]
 
 
-def _called(equation: Any) -> Inner | None:
+def _called(equation: core.JaxprEqn) -> Inner | None:
     """The function of a call or loop that returns what the operation does, in the same order."""
     found = structure_of(equation.primitive.name, equation.params)
     return found.inner()[0] if isinstance(found, Jit | Remat | Scan | ShardMap) else None

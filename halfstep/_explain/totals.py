@@ -1,10 +1,12 @@
 """What the operations of a function add up to: FLOPs, casts, stored bytes, 8 and 4 bits."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from halfstep._autocast import TWO_ACTIVATIONS, TWO_PARAMETERS, Settings
 from halfstep._explain.entries import ExplainEntry, is_float, name_of
@@ -156,6 +158,7 @@ def totals_of(
         for entry in entries
         if entry.is_contraction and is_low(entry, compute)
     )
+    # Functions that run as written count too, if they are written in the compute dtype.
     low += sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)
 
     def kept(found: Sequence[Residual] | None, views: bool) -> dict[str, int] | None:
@@ -179,14 +182,13 @@ def totals_of(
 
 def _contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
     """FLOPs of contractions by the dtype of their operands, the largest first."""
-    total: dict[str, int] = {}
+    total: collections.Counter[str] = collections.Counter()
     for entry in entries:
         if entry.is_contraction:
-            name = entry.dtypes.partition(" -> ")[0]
-            total[name] = total.get(name, 0) + entry.flops * entry.count
+            total[entry.dtypes.partition(" -> ")[0]] += entry.flops * entry.count
         for name, count in entry.inside_flops.items():
-            total[name] = total.get(name, 0) + count * entry.count
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
+            total[name] += count * entry.count
+    return dict(total.most_common())
 
 
 def is_low(entry: ExplainEntry, compute: str) -> bool:
@@ -205,10 +207,10 @@ def _other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> i
 
 def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
     """Bytes by dtype, the largest first."""
-    total: dict[str, int] = {}
+    total: collections.Counter[str] = collections.Counter()
     for residual in found:
-        total[residual.type.dtype] = total.get(residual.type.dtype, 0) + residual.type.bytes
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
+        total[residual.type.dtype] += residual.type.bytes
+    return dict(total.most_common())
 
 
 # Casts.
@@ -222,17 +224,23 @@ def casts(func: Callable[..., list[Any]], arrays: Sequence[Any]) -> int:
     return _casts_in(jax.make_jaxpr(func)(*arrays).jaxpr)
 
 
-def _casts_in(jaxpr: Any) -> int:
+def _casts_in(jaxpr: core.Jaxpr) -> int:
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
-            before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-            total += before != after and is_float(before) and is_float(after)
+            total += _is_cast(equation.invars[0].aval, equation.outvars[0].aval)
             continue
         found = structure_of(equation.primitive.name, equation.params)
+        # Nothing is added to a kernel, which runs as it is written.
         if found is not None and not isinstance(found, Opaque):
             total += sum(inner.times * _casts_in(inner.function.jaxpr) for inner in found.inner())
     return total
+
+
+def _is_cast(before: object, after: object) -> bool:
+    """Whether a conversion is one between floating-point dtypes."""
+    dtypes = {getattr(before, "dtype", None), getattr(after, "dtype", None)}
+    return len(dtypes) == 2 and all(map(is_float, dtypes))
 
 
 def own_casts(steps: list[Step]) -> int:
@@ -241,8 +249,7 @@ def own_casts(steps: list[Step]) -> int:
     for step in steps:
         if step.entry.name == "convert_element_type":
             graph = step.place.plan.graph
-            before, after = graph.aval(step.node.ins[0]).dtype, graph.avals[step.node.outs[0]].dtype
-            if before != after and is_float(before) and is_float(after):
+            if _is_cast(graph.aval(step.node.ins[0]), graph.avals[step.node.outs[0]]):
                 total += step.entry.count
     return total
 
@@ -284,6 +291,7 @@ def is_f8_eligible(entry: ExplainEntry) -> bool:
     """Whether a recipe is for a contraction, and nothing that the user says is against it."""
     if entry.in_f8:
         return True
+    # Recipes leave products of integers and of complex numbers alone.
     floats = {value.dtype for value in entry.ins[:2]} <= _FLOATS
     return (
         floats and not entry.by and why_not_f8(entry) not in (TWO_ACTIVATIONS, TWO_PARAMETERS, KEPT)
@@ -302,6 +310,8 @@ def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
         return ""
     if why == TWO_ACTIVATIONS:
         return f'`dataclasses.replace(halfstep.RECIPES["{recipe.name}"], activations=True)`.'
+    # By the words of the reason, which the report shows above the fix: what has no rule of its own
+    # here can still be left in 16 bits.
     if "multiplied in" in why:
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "

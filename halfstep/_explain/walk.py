@@ -61,7 +61,8 @@ def _walk(
 
 def _islands(plan: Plan, numbers: Iterator[int]) -> dict[int, int]:
     """The number of the island that an operation is in."""
-    found = {}
+    # With outputs as `autocast` wants them, or the islands would be others than those that run.
+    found: dict[int, int] = {}
     for unit in schedule(plan, [Kind.WIDE] * len(plan.graph.outputs)):
         if isinstance(unit, Island):
             number = next(numbers)
@@ -112,6 +113,8 @@ def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
     held = held_dtype(
         plan.graph.aval(operand), plan.seen(operand, plan.levels[index]), plan.settings.compute
     )
+    # A rule's own function decides about operands itself, and a conversion takes what there is. All
+    # others are given their operands in the dtype that was decided.
     if held is None or decision.function is not None or node.name == "convert_element_type":
         return held
     return decision.dtype
@@ -123,6 +126,7 @@ def made(plan: Plan, index: int, kind: Kind, aval: object) -> np.dtype | None:
     held = held_dtype(aval, kind, plan.settings.compute)
     if held is None or decision.rule is Rule.AS_TRACED or decision.function is not None:
         return held
+    # A contraction may take 16-bit operands and hand its sum on in float32 (`accumulate`).
     wide = kind in (Kind.WIDE, Kind.KEPT) and decision.rule is Rule.COMPUTE
     return FLOAT32 if wide else decision.dtype
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeGuard, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -24,31 +24,34 @@ from halfstep._base import (
 from halfstep._policy.keep import KEEP_SCOPE
 
 T = TypeVar("T")
+_Castable: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 _CASTABLE = frozenset(map(np.dtype, (jnp.bfloat16, np.float16, np.float32)))
 _FLOAT64 = np.dtype(np.float64)
 
 
 def _x64() -> bool:
+    # Asked each time: `jax.enable_x64` is also a context, which is on for a while.
     return jax.dtypes.canonicalize_dtype(_FLOAT64) == _FLOAT64
 
 
-def is_castable(leaf: Any, *, float64: bool = False) -> bool:
+def is_castable(leaf: object, *, float64: bool = False) -> TypeGuard[_Castable]:
     """Whether a cast applies to `leaf`: an array of 16- or 32-bit floats.
 
     Integers, booleans, PRNG keys, complex numbers, 8-bit floats (meaningless without their scale),
     Python scalars and everything that is no array are left alone. float64 counts if asked for, or
     where JAX would itself make float32 of it because x64 is off.
     """
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+    if not isinstance(leaf, _Castable):
         return False
     dtype = leaf.dtype
+    # Without x64 a NumPy array of float64 becomes float32 as soon as JAX sees it.
     if dtype == _FLOAT64:
         return float64 or not _x64()
     return dtype in _CASTABLE
 
 
-def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def _cast_leaf(leaf: _Castable, dtype: np.dtype) -> _Castable:
     if leaf.dtype == dtype:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -59,13 +62,14 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     return cast(leaf, dtype)
 
 
-def _strong(leaf: Any) -> Any:
+def _strong(leaf: _Castable) -> _Castable:
     """The leaf without a weak type, by which a kept float32 would follow 16-bit operands."""
-    weak = isinstance(leaf, jax.Array) and leaf.weak_type
-    return jax.lax.convert_element_type(leaf, leaf.dtype) if weak else leaf
+    if isinstance(leaf, jax.Array) and leaf.weak_type:
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
 
 
-def _check_target(dtype: DTypeLike) -> np.dtype:
+def _check_target(dtype: object) -> np.dtype:
     resolved = parse_dtype(dtype)
     if resolved == _FLOAT64 and not _x64():
         raise ValueError(
@@ -78,7 +82,8 @@ def _check_target(dtype: DTypeLike) -> np.dtype:
 def _cast_leaves(
     leaves: Sequence[MarkedLeaf], kept: Sequence[bool], dtype: np.dtype, float64: bool
 ) -> list[Any]:
-    # Parameters tied by identity stay tied: one cast for each distinct array.
+    # Parameters tied by identity stay tied: one cast for each distinct array. What is kept is a key
+    # of its own, because a rule may keep one of two paths to the same array.
     done: dict[tuple[int, bool], Any] = {}
     out: list[Any] = []
     for (_, leaf, _), keep in zip(leaves, kept, strict=True):
@@ -259,6 +264,7 @@ def cast_function(
         assert fast(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype == jnp.float32
         ```
     """
+    # A name that is no dtype is an error here, where it is written, and not at the first call.
     _check_target(dtype)
     if return_dtype is not None:
         _check_target(return_dtype)
@@ -316,7 +322,7 @@ def force_full_precision(
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 
 
-def force_full_precision(func: Any = None, return_dtype: DTypeLike | None = None) -> Any:
+def force_full_precision(func: object = None, return_dtype: DTypeLike | None = None) -> Any:
     """Run a function or an Equinox module in float32, wherever it is called.
 
     For what must not run in 16 bits where arguments are cast: softmax, norms, sums, losses. The
@@ -359,6 +365,7 @@ def force_full_precision(func: Any = None, return_dtype: DTypeLike | None = None
             f"force_full_precision takes a function or a module, got {type(func).__name__}. "
             "Give the return dtype by name: @force_full_precision(return_dtype=...)."
         )
+    # A module stays a module: as a plain function it would hide its parameters from optimizers.
     if isinstance(func, eqx.Module):
         return _FullPrecisionModule(func, target)
 

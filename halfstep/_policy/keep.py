@@ -12,6 +12,9 @@ KEEP_SCOPE = "halfstep.keep_precision"
 """The named scope by which it is marked: it goes through every transformation of JAX's."""
 
 
+# A named scope, and no flag: it is part of each operation that is traced, so `jit`, `grad`, `vmap`,
+# `scan` and `jax.checkpoint` all carry it along, and a function that JAX has traced before and kept
+# still has it. `autocast` reads it off the operations.
 class _KeptModule(eqx.Module):
     """A module whose inside is left as it is; still a pytree of its parameters."""
 

@@ -1,9 +1,11 @@
 """What a precision policy is, and how it is written."""
 
 import dataclasses
+import json
 import os
 import pathlib
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -12,14 +14,17 @@ import numpy as np
 
 from halfstep._base import DTypeLike, compile_rule, dtype_name, parse_dtype
 from halfstep._policy.cast import cast_tree
-from halfstep._policy.file import from_toml, to_toml
 from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
 from halfstep._policy.rules import PrecisionRule, as_rule
 
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]
 Residuals = Literal["e4m3", "e5m2"]
-
+_SEVERAL = ("keep", "rules")
+"""Fields that are written as lists."""
+_OF_OPERATIONS = ("rules", "accumulate", "recipe")
+"""Fields that say something about single operations."""
+# The one-letter keys are jmp's, whose policies can be pasted.
 _KEYS = MappingProxyType(
     {
         "p": "param",
@@ -34,6 +39,7 @@ _KEYS = MappingProxyType(
 )
 
 
+# Static: a policy in a module or in arguments is part of what `jit` compiles for, and no array.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Policy:
@@ -126,10 +132,11 @@ class Policy:
             "residuals": residuals,
             "mode": mode,
         }
-        if mode == "inputs" and (values["rules"] or values["accumulate"] or values["recipe"]):
+        if mode == "inputs" and any(values[name] for name in _OF_OPERATIONS):
             raise ValueError(
-                "a policy that only casts inputs has no say over single operations: leave out "
-                "`rules`, `accumulate` and `recipe`, or the mode 'inputs'."
+                "a policy that only casts inputs has no say over single operations; got "
+                f"{', '.join(name for name in _OF_OPERATIONS if values[name])} with mode='inputs'. "
+                "Leave these out, or use mode='autocast'."
             )
         if values["recipe"] and values["compute"].itemsize != 2:
             raise ValueError(
@@ -140,8 +147,12 @@ class Policy:
             raise ValueError(f"`residuals` is 'e4m3', 'e5m2' or None; got {residuals!r}.")
         if residuals is not None and (values["compute"].itemsize != 2 or mode == "inputs"):
             raise ValueError(
-                "`residuals` is for autocast to 16 bits: leave it out, or choose compute='bf16'."
+                f"`residuals` is for autocast to 16 bits; got residuals={residuals!r} with "
+                f"compute={dtype_name(values['compute'])!r} and mode={mode!r}. Leave it out, or "
+                "choose compute='bf16'."
             )
+        # A dataclass has no say in what `__init__` takes: texts and dtypes of any form come in, and
+        # fields are of one form, so that equal policies are equal and hash alike.
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -167,6 +178,7 @@ class Policy:
         fields: dict[str, Any] = {"mode": "inputs"} if colon else {}
         keep: list[str] = []
         rules: list[str] = []
+        # No path, scope or rule has a comma in it: each is checked where it is made.
         first, *rest = body.split(",")
         if "=" not in first:
             fields |= {"param": "f32", "output": "f32", **_named(first.strip())}
@@ -210,6 +222,7 @@ class Policy:
         try:
             return Policy(**fields)
         except ValueError as error:
+            # What is wrong is in the file: the message begins with its name.
             raise ValueError(f"{path.name}: {error}") from error
 
     def save(self, path: str | os.PathLike[str], *, notes: Sequence[str] = ()) -> None:
@@ -246,6 +259,7 @@ class Policy:
     def _is_text(self) -> bool:
         """Whether its text says all of it."""
         known = self.recipe is None or RECIPES.get(self.recipe.name) == self.recipe
+        # A recipe that was changed, and kept its name, would be read back as another.
         return known and all(rule.is_text for rule in self.rules)
 
     def __str__(self) -> str:
@@ -314,7 +328,7 @@ def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:
     return parse_dtype(dtype)
 
 
-def as_policy(policy: Any) -> Policy:
+def as_policy(policy: object) -> Policy:
     """A policy from its text, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
@@ -323,3 +337,55 @@ def as_policy(policy: Any) -> Policy:
     raise TypeError(
         f"a policy is a Policy or a text such as 'bf16' or 'p=f32,c=bf16,o=f32'; got {policy!r}."
     )
+
+
+# A policy as a file that people can read and edit: TOML.
+
+
+def to_toml(fields: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+    """Fields as the text of a file, each text or a sequence of texts.
+
+    Args:
+        fields: What the policy is made of; what is `None` or empty is left out.
+        notes: Lines of comment to begin with.
+    """
+    lines = [f"# {line}".rstrip() for note in notes for line in note.splitlines()]
+    for name, value in fields.items():
+        if name in _SEVERAL and value:
+            # A TOML text in quotes is written as a JSON text is.
+            lines += [f"{name} = [", *(f"  {json.dumps(str(item))}," for item in value), "]"]
+        elif value:
+            lines.append(f"{name} = {json.dumps(str(value))}")
+    return "\n".join(lines) + "\n"
+
+
+def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
+    """The fields that a file says.
+
+    Args:
+        text: What is in the file.
+        name: Of the file, for the error.
+        known: The fields that there are.
+
+    Raises:
+        ValueError: If it is no such file.
+    """
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(
+            f'{name} is no TOML: {error}. Write lines such as compute = "bf16".'
+        ) from error
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{name} says {', '.join(map(repr, unknown))}, which no policy has; use "
+            f"{', '.join(known)}."
+        )
+    for field, value in found.items():
+        several = field in _SEVERAL
+        texts = value if several and isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts) or several != isinstance(value, list):
+            form = '["...", "..."]' if several else '"..."'
+            raise ValueError(f"{field} in {name} must be written {field} = {form}; got {value!r}.")
+    return found

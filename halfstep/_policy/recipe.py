@@ -70,9 +70,15 @@ class Factor:
         if self.size and (self.size < 2 or self.size & (self.size - 1)):
             raise ValueError(f"`size` is a power of two; got {self.size}.")
         if self.element == "e2m1" and not self.is_blocked:
-            raise ValueError("4 bits need a scale for each block: give per='block' and a size.")
+            raise ValueError(
+                f"4 bits need a scale for each block; got per={self.per!r}. Give per='block' and a "
+                "size."
+            )
         if (self.two_level or self.rotate) and not self.is_blocked:
-            raise ValueError("`two_level` and `rotate` are about blocks: give per='block'.")
+            raise ValueError(
+                f"`two_level` and `rotate` are about blocks; got per={self.per!r}. Give "
+                "per='block'."
+            )
 
     @property
     def is_blocked(self) -> bool:
@@ -90,7 +96,7 @@ class Factor:
         return float(jnp.finfo(self.dtype).max)
 
 
-def _check(owner: Any, name: str, allowed: tuple[str, ...]) -> None:
+def _check(owner: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(owner, name)
     if value not in allowed:
         raise ValueError(f"`{name}` is one of {', '.join(map(repr, allowed))}; got {value!r}.")
@@ -153,11 +159,14 @@ class Recipe:
     def __post_init__(self) -> None:
         for leg in self.legs:
             first, second = leg
+            # A scale per block can be taken out of a sum only where both factors change theirs at
+            # the same places. A rotation cancels out only if both factors are rotated alike.
             if (first.size, first.rotate) != (second.size, second.rotate):
                 if first.rotate or second.rotate:
                     raise ValueError(
-                        "both factors of a leg are rotated, in blocks of one size: set rotate= and "
-                        "size= of both."
+                        "both factors of a leg are rotated, in blocks of one size; got "
+                        f"rotate={first.rotate}, size={first.size} and rotate={second.rotate}, "
+                        f"size={second.size}. Set both alike."
                     )
                 if 0 not in (first.size, second.size):
                     raise ValueError(
@@ -170,8 +179,9 @@ class Recipe:
             )
         if self.history and any(f.per != "tensor" for leg in self.legs for f in leg):
             raise ValueError(
-                "delayed scaling (`history`) is for scales per tensor: leave it out, or give "
-                "every factor per='tensor'."
+                f"delayed scaling (`history`) is for scales per tensor; got history={self.history} "
+                f"and per={[f.per for leg in self.legs for f in leg]}. Leave it out, or give every "
+                "factor per='tensor'."
             )
 
     @property
@@ -212,8 +222,9 @@ class Recipe:
         return state_of(self, func, *args, **options)
 
 
+# `halfstep._training` registers its class here when it is imported, which `import halfstep` does.
 @functools.singledispatch
-def state_of(recipe: Any, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def state_of(recipe: object, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The state of a recipe for a function; see `Recipe.init`.
 
     What a recipe is belongs to a policy, and its state to training, a layer above. The class of the
@@ -232,6 +243,10 @@ def _recipes() -> Mapping[str, Recipe]:
     fp4_tile = dataclasses.replace(fp4, per="tile")
     fp4_random = dataclasses.replace(fp4, rounding="stochastic")
     rotated, rotated_random = (dataclasses.replace(f, rotate=True) for f in (fp4, fp4_random))
+    # Gradients need range more than digits: e5m2 for them, as in NVIDIA's Transformer Engine, which
+    # calls this "hybrid". With a scale for each row or block the range is there already, and all of
+    # it is e4m3. A weight's blocks are square (tiles), so that its transpose, which the gradient of
+    # the input multiplies by, has the same scales and is the same numbers.
     rows = (
         Recipe(name="f8", forward=(e4, e4), input_gradient=(e5, e4), weight_gradient=(e4, e5)),
         Recipe(name="f8-e4m3", forward=(e4, e4), input_gradient=(e4, e4), weight_gradient=(e4, e4)),
@@ -245,16 +260,22 @@ def _recipes() -> Mapping[str, Recipe]:
         Recipe(
             name="f8-row", forward=(row, row), input_gradient=(row, row), weight_gradient=(row, row)
         ),
+        # torchao's `rowwise_with_gw_hp`: the weight's gradient, which optimizers see, in 16 bits.
         Recipe(
             name="f8-row-gw", forward=(row, row), input_gradient=(row, row), weight_gradient=None
         ),
+        # DeepSeek-V3's.
         Recipe(
             name="f8-block",
             forward=(block, tile),
             input_gradient=(block, tile),
             weight_gradient=(block, block),
         ),
+        # The OCP's microscaling (MX) formats: 32 elements share a power of two.
         Recipe(name="mxfp8", forward=(mx, mx), input_gradient=(mx, mx), weight_gradient=(mx, mx)),
+        # NVIDIA's for training (arXiv:2509.25149). With 4 bits, rounding to the nearest would bias
+        # gradients: they are rounded at random. Outliers matter most for the weight's gradient,
+        # which sums over tokens: only its factors are rotated.
         Recipe(
             name="nvfp4",
             forward=(fp4, fp4_tile),
@@ -282,7 +303,7 @@ RECIPES: Mapping[str, Recipe] = _recipes()
 """
 
 
-def as_recipe(recipe: Any) -> Recipe | None:
+def as_recipe(recipe: object) -> Recipe | None:
     """A recipe from its name, or the recipe itself."""
     if recipe is None or isinstance(recipe, Recipe):
         return recipe

@@ -96,7 +96,10 @@ class PrecisionRule:
     def __post_init__(self) -> None:
         _check_outcome(self.outcome)
         if self.op is None and self.scope is None and self.where is None:
-            raise ValueError("a rule says what it is for: give op=, scope= or where=.")
+            raise ValueError(
+                f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
+                "where=."
+            )
         if self.scope is not None:
             compile_rule(self.scope)
         for text in (self.op, self.scope):
@@ -142,14 +145,16 @@ class PrecisionRule:
 
     def matches(self, operation: Operation) -> bool:
         """Whether an operation is concerned."""
+        # Not `fnmatch`, which forgets about upper and lower case on Windows.
         if self.op is not None and not fnmatch.fnmatchcase(operation.primitive, self.op):
             return False
+        # With a slash at the end, so that `head` does not match `header`.
         if self.scope is not None and not compile_rule(self.scope).match(f"{operation.scope}/"):
             return False
         return self.where is None or bool(self.where(operation))
 
 
-def _check_outcome(outcome: Any) -> Any:
+def _check_outcome(outcome: object) -> Any:
     if not callable(outcome) and outcome not in OUTCOMES:
         raise ValueError(
             f"a rule's outcome is one of {', '.join(OUTCOMES)}, or a function; got {outcome!r}."
@@ -157,7 +162,7 @@ def _check_outcome(outcome: Any) -> Any:
     return outcome
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
@@ -168,7 +173,7 @@ def plain_scope(scope: str) -> str:
     return _TRANSFORMS.sub("", scope).replace(")", "")
 
 
-def as_rule(rule: Any) -> PrecisionRule:
+def as_rule(rule: object) -> PrecisionRule:
     """A rule from its text, or the rule itself."""
     if isinstance(rule, PrecisionRule):
         return rule

@@ -110,10 +110,14 @@ def explain(
         if values:
             steps = _looked_into(root, steps, call, notes)
         entries = tuple(step.entry for step in steps)
+        # Positions beyond these are of arguments that are passed by name, or left out.
         own = [number for number in numbers if number < len(args)]
         lowered = _lowered(call, traced)
         stored = _stored(lowered, call, own, finder, notes)
+        # A second reason for the same error would only repeat the note.
         written = _stored(call, call, own, finder, []) if stored is not None else None
+        # Of the program that runs, and not of the plan: a value is cast once for all operations
+        # that read it in the same dtype, which only running the plan tells.
         added = casts(lowered, call.arrays) - own_casts(steps)
         findings = [*low_reductions(steps, min_bytes)]
         if settings.compute.itemsize < 4:
@@ -142,7 +146,7 @@ def explain(
     return explained
 
 
-def _name(func: Any) -> str:
+def _name(func: Callable[..., Any]) -> str:
     if isinstance(func, functools.partial):
         return _name(func.func)
     return getattr(func, "__name__", type(func).__name__)
@@ -206,11 +210,12 @@ def _stored(
 def _looked_into(
     root: PlanPlace, steps: list[Step], call: FlatCall, notes: list[str]
 ) -> list[Step]:
-    if any(isinstance(value, jax.ShapeDtypeStruct) for value in call.arrays):
-        raise TypeError(
-            "values=True runs the function once and needs arrays; got jax.ShapeDtypeStruct. Leave "
-            "values= out, or pass arrays."
-        )
+    for path, value in zip(call.paths, call.arrays, strict=True):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError(
+                "values=True runs the function once and needs arrays; got jax.ShapeDtypeStruct for "
+                f"`{path}`. Leave values= out, or pass arrays."
+            )
     found = magnitudes(root, call.arrays)
     if found.skipped:
         names = ", ".join(found.skipped)
@@ -246,6 +251,8 @@ def _notes(steps: list[Step]) -> list[str]:
         notes.append("all branches of a cond are counted")
     if "shard_map" in labels:
         notes.append("inside of shard_map the figures are those of one device")
+    # A figure that leaves something out says so: a share of FLOPs in low precision would look
+    # better than it is.
     unseen = [step.entry for step in steps if is_unseen(step.node.name, step.node.params)]
     if unseen:
         moved = sum((entry.bytes_in + entry.bytes_out) * entry.count for entry in unseen)
