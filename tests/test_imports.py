@@ -49,10 +49,10 @@ def test_private_jax_is_in_one_file():
         assert "__module__]" not in text or path.name == "private_jax.py", path
 
 
-def test_files_stay_small():
+def test_files_are_of_a_size_to_read():
     lines = {path: len(path.read_text().splitlines()) for path in (*SOURCES, *OTHERS)}
     assert {path.name: count for path, count in lines.items() if count > 600} == {}
-    assert statistics.median(lines[path] for path in SOURCES) <= 160
+    assert 150 <= statistics.median(lines[path] for path in SOURCES) <= 200
 
 
 def test_no_module_level_mutable_state():

@@ -112,7 +112,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
 
         return jax.checkpoint(push, prevent_cse=False)
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def rule(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
         moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))
         results = outer(*primals)
         if not moving:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+from jax.core import AbstractValue
 
 from halfstep._autocast import (
     CONTRACTIONS,
@@ -120,7 +121,7 @@ def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
     return decision.dtype
 
 
-def made(plan: Plan, index: int, kind: Kind, aval: object) -> np.dtype | None:
+def made(plan: Plan, index: int, kind: Kind, aval: AbstractValue) -> np.dtype | None:
     """The dtype in which an operation makes a result; `None` if it is as written."""
     decision = plan.decisions[index]
     held = held_dtype(aval, kind, plan.settings.compute)

@@ -14,7 +14,7 @@ shards of a `shard_map` put together in ways that only the interpreter knows.
 
 import abc
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -257,7 +257,7 @@ def _call(
     return inside.call(structure, operands, state)
 
 
-_RUNNERS = MappingProxyType(
+_RUNNERS: Mapping[type[Structure], Callable[..., Any]] = MappingProxyType(
     {
         Scan: _scan,
         While: _while,

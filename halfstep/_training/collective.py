@@ -17,7 +17,7 @@ T = TypeVar("T")
 Reduction = Literal["sum", "mean"]
 
 
-def varying_axes(x: jax.Array | np.ndarray) -> frozenset[str]:
+def varying_axes(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Return the mesh axes over which a value differs between shards, where `shard_map` tracks it.
 
     Without tracking (`check_vma=False`, or outside `shard_map`) the set is empty.

@@ -19,7 +19,7 @@ from halfstep._training.collective import vary, varying_axes
 Step = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any, Any]]
 
 
-def _split(leaf: jax.Array | np.ndarray, path: str, n: int) -> jax.Array:
+def _split(leaf: jax.Array | np.ndarray | np.generic, path: str, n: int) -> jax.Array:
     """`[B, ...]` to `[n, B/n, ...]`; microbatch `i` takes the examples `i, i + n, i + 2n, ...`.
 
     Strided rather than in blocks: a batch sharded over devices stays where it is, because every

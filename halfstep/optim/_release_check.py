@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from halfstep._base import at_least_float32, is_inexact, path_string, type_of
+from halfstep._base import Shaped, at_least_float32, is_inexact, path_string, type_of
 from halfstep.optim._state import StateError
 
 
@@ -132,6 +132,4 @@ def _difference(before: PyTree, after: PyTree) -> str:
 
 
 def _shown(leaf: object) -> str:
-    if not hasattr(leaf, "dtype"):
-        return type(leaf).__name__
-    return type_of(leaf)
+    return type_of(leaf) if isinstance(leaf, Shaped) else type(leaf).__name__

@@ -95,10 +95,11 @@ def test_bound_again_with_its_own_functions_it_computes_the_same(name: str):
             made = [*carry, *ys]
         case structures.While():
             of_test, of_body, init = found.split(values)
-            made = found.bind(
+            made, _ = found.bind(
                 lambda carry: functions[0](*of_test, *carry)[0],
-                lambda carry: tuple(functions[1](*of_body, *carry)),
+                lambda carry, more: (tuple(functions[1](*of_body, *carry)), more),
                 tuple(init),
+                (),
             )
         case structures.Cond():
             made = found.bind(values[0], functions, *values[1:])

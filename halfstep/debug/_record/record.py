@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from halfstep._base import is_inexact, parse_dtype, type_of
@@ -207,12 +207,12 @@ def record(
 
 
 @jax.custom_jvp
-def _identity(x: ArrayLike) -> ArrayLike:
+def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
 @_identity.defjvp
-def _(primals: Sequence[ArrayLike], tangents: Sequence[object]) -> NoReturn:
+def _(primals: Sequence[jax.Array], tangents: Sequence[object]) -> NoReturn:
     raise TypeError(
         f"a recorded function cannot be differentiated, here by an argument {type_of(primals[0])}: "
         "record the whole step, with the gradient inside, as "
@@ -220,7 +220,7 @@ def _(primals: Sequence[ArrayLike], tangents: Sequence[object]) -> NoReturn:
     )
 
 
-def _whole_step(array: ArrayLike) -> ArrayLike:
+def _whole_step(array: jax.Array) -> jax.Array:
     # The recorded program drops custom derivatives (`custom_vjp`), so its gradient could be
     # silently wrong. Differentiating it is an error instead.
     return _identity(array) if is_inexact(array) else array
