@@ -32,7 +32,9 @@ BLOCK = re.compile(
 
 COMPILED = (
     "README.md",
+    "fp8.md",
     "gradient-release.md",
+    "my-loss-is-nan.md",
     "optimizers.md",
     "preflight.md",
     "what-needs-float32.md",

@@ -7,15 +7,13 @@ import pytest
 from benchmarks import faults as benchmark
 from benchmarks._killing import Case, compare, random_faults
 
-# Faults in each case: one of each kind on every change, and more before a release.
-QUICK = Case("fsdp", "f16", 2)
-CASES = [
-    pytest.param(QUICK, 2),
-    *(pytest.param(case, 4, marks=pytest.mark.slow) for case in benchmark.CASES),
-]
+# A minute for each case: every night. Processes that end, hang or are preempted are tested on every
+# change in `tests/scale/test_processes.py` and `tests/reliability`.
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("case", "faults"), CASES, ids=str)
+@pytest.mark.parametrize("faults", [4])
+@pytest.mark.parametrize("case", benchmark.CASES, ids=str)
 def test_killed_and_resumed_is_uninterrupted(case: Case, faults: int, tmp_path: pathlib.Path):
     chosen = random_faults(faults, case.processes, seed=benchmark.CASES.index(case))
     assert {fault.kind for fault in chosen} == {"step", "save"}
