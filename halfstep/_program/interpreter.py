@@ -186,11 +186,15 @@ def _scan(inside: Inside[Any, Any], loop: Scan, operands: Sequence[Any], state: 
         results, beside = inside.run(0, [*consts, *carry, *x], own)
         return tuple(results[: loop.carries]), (tuple(results[loop.carries :]), beside)
 
+    # State is sliced like the operands, one slot for each iteration. `None` has no leaves, and
+    # neither has `()`, so an interpreter that uses neither state nor `beside` makes the loop that
+    # the program had.
     carry, (ys, beside) = loop.bind(body, tuple(init), (tuple(xs), state))
     return [*carry, *ys], inside.of_turns(loop, beside)
 
 
 def _while(inside: Inside[Any, Any], loop: While, operands: Sequence[Any], state: PyTree) -> Any:
+    # A `while` has no number of iterations by which state could be sliced.
     del state
     of_test, of_body, init = loop.split(operands)
 
@@ -214,6 +218,8 @@ def _cond(inside: Inside[Any, Any], cond: Cond, operands: Sequence[Any], state: 
     def run(number: int, values: Sequence[Any]) -> Any:
         return inside.run(number, values, None if state is None else state[number])
 
+    # All branches return the same structure, so one that hands out rows of its own needs room for
+    # those of the others. Only an interpreter that asks pays for it: it traces branches twice.
     @functools.cache
     def shapes(number: int) -> Any:
         return jax.eval_shape(functools.partial(run, number), values)[1]
@@ -234,16 +240,20 @@ def _jit(inside: Inside[Any, Any], call: Jit, operands: Sequence[Any], state: Py
         results, beside = inside.run(0, values, state)
         return tuple(results), beside
 
+    # `None`: the compiler decides where what is handed out beside the results lies.
     return call.bind(func, *operands, more=(None,))
 
 
 def _shard_map(
     inside: Inside[Any, Any], mapped: ShardMap, operands: Sequence[Any], state: PyTree
 ) -> Any:
+    # State would need specs of its own, which the user's `shard_map` does not have.
     del state
 
     def func(*values: Any) -> Any:
         results, beside = inside.run(0, values, None)
+        # Every shard hands out its own: a new axis in front, divided over all axes of the mesh that
+        # the program maps over, keeps them apart.
         return tuple(results), jax.tree.map(lambda leaf: leaf[None], beside)
 
     out_specs = (mapped.out_specs, PartitionSpec(mapped.axes))

@@ -149,6 +149,9 @@ class DynamicLossScaling(AbstractLossScaling):
         if period != int(period) or period < 1:
             raise ValueError(f"`period` must be a whole number of steps, 1 or more; got {period}.")
         self.period = int(period)
+        # Arrays, because they change from step to step inside a compiled function. Floor, ceiling,
+        # period and factor are static: as arrays they would be state of a checkpoint that no step
+        # changes, and a comparison with them could not be folded.
         self.loss_scaling = jnp.asarray(initial, jnp.float32)
         self.counter = jnp.asarray(0, jnp.int32)
 
@@ -163,6 +166,7 @@ class DynamicLossScaling(AbstractLossScaling):
 
     def unscale(self, tree: T) -> T:
         """Divide the inexact leaves by the scale, in float32 or wider."""
+        # The reciprocal of a power of two is exact, so this is a division without its cost.
         return _multiply(tree, 1.0 / self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":

@@ -205,6 +205,12 @@ class Verdict(eqx.Module):
                 "the loss itself is not finite, before any scaling: bad data in the batch, or an "
                 f"overflow in the forward pass. A smaller loss scale does not help.{at}"
             )
+        if not at:
+            return (
+                "the loss and every gradient are finite, but the norm of all gradients is not: "
+                "their squares overflow float32. Look for gradients above 1e19, for example with "
+                "debug.record."
+            )
         return (
             "the loss is finite but the gradients are not: scaled gradients overflowed on the way "
             "back, which a smaller loss scale cures, or a derivative is infinite, as those of sqrt "

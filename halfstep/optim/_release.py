@@ -221,9 +221,11 @@ class Release:
         self, done: _Pass, state: ReleaseState, by: AbstractLossScaling, length: int
     ) -> tuple[PyTree, ReleaseState, Verdict]:
         grads, norm, verdict = self._judge(done, by, length)
-        # Squares of finite gradients may overflow: then the norm says nothing, and clipping by it
-        # would make every gradient zero.
-        finite = verdict.finite if norm is None else verdict & jnp.isfinite(norm)
+        if norm is not None:
+            # Squares of finite gradients may overflow: then the norm says nothing, and clipping by
+            # it would make every gradient zero.
+            verdict = dataclasses.replace(verdict, finite=verdict & jnp.isfinite(norm))
+        finite = verdict.finite
         factors = None if norm is None else _factor(norm, self.clip)
         _, _, (layers, layers_state) = self._apply(
             done, state.layers, by, by_outer=False, factors=factors, finite=finite

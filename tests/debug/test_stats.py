@@ -13,6 +13,7 @@ from halfstep.debug._instrument.stats import (
     combined,
     empty,
     is_recorded,
+    no_turns,
     numbers,
 )
 
@@ -110,12 +111,23 @@ def test_turns_are_combined():
     assert (finite[Column.ABSMAX], finite[Column.TURN], finite[Column.ZEROS]) == (4, -1, 1)
 
 
-def test_turns_one_by_one_are_all_turns():
-    rows = _rows([1, 0], [2, 4], [np.inf, 1], [np.nan, np.nan])[:, None]
-    state = empty(1, 1)
-    for turn in range(4):
-        state = after_turn(state, rows[turn], jnp.int32(turn), Column.TURN)
-    np.testing.assert_array_equal(state, combined(rows, Column.TURN))
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[1, 0], [2, 4], [np.inf, 1], [np.nan, np.nan]],
+        # Shares of what is too small or too large for float16, and a turn that left the value out.
+        [[1, 1e-7], [1, 1], [1e6, 1e-7], None, [1, 1]],
+    ],
+)
+def test_turns_one_by_one_are_all_turns(values):
+    given = [empty(1, 1)[0] if value is None else _rows(value)[0] for value in values]
+    rows = jnp.stack(given)[:, None]
+    state = no_turns(1, 1)
+    for one in rows:
+        state = after_turn(state, one, Column.TURN)
+    # A mean is rounded once in each turn.
+    rtol = len(values) * float(np.finfo(np.float32).eps)
+    np.testing.assert_allclose(state.rows, combined(rows, Column.TURN), rtol=rtol)
 
 
 def test_what_was_not_computed_does_not_count():

@@ -204,6 +204,23 @@ def test_a_norm_that_is_not_finite_skips_the_step(make: Any, getkey: Any):
     assert_same((new, new_state), (params, state))
 
 
+def test_a_norm_that_overflows_is_told(getkey: Any):
+    def last(outer: Any, x: Any, ids: Any) -> Any:
+        # Gradients of 1e25 are finite, and the squares of which a norm is made are not.
+        return 1e25 * _stack.last(outer, x, ids)
+
+    step = optim.release(
+        _stack.layer, optim.flash_adamw(1e-2), first=_stack.first, last=last, clip=1.0
+    )
+    params, state = made(step, getkey())
+    scaling = halfstep.StaticLossScaling(1.0)
+    _, new, new_state, _, finite = fast(step)(params, state, _stack.batch(getkey()), scaling)
+    assert_same((new, new_state), (params, state))
+    assert not finite
+    assert finite.where(params) is None
+    assert "the norm of all gradients is not" in finite.reason(params)
+
+
 def test_small_leaves_are_those_of_one_layer(getkey: Any):
     step = release(optim.flash_adamw(1e-2))
     params, state = fast(step.prepare)(_stack.init(getkey(), layers=64))

@@ -11,6 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from halfstep._autocast.f8.linear import explicit_sharding
 
 
+# A product has three legs: forward, the gradient of one factor, and that of the other. Each is a
+# product of two of the three arrays (both factors and the cotangent), and sums over dimensions that
+# were a factor's own in another leg. Roles instead of axis numbers let one piece of code write all
+# three, for any `dot_general`: a leg only exchanges `summed` and `own`.
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """What the dimensions of one factor are: shared with the other, summed with it, or its own."""
@@ -120,6 +124,8 @@ def beside(scale: jax.Array, roles: Roles, before: int, after: int) -> jax.Array
         before: How many dimensions of the other factor's own come before its own.
         after: How many come after.
     """
+    # Scales have size 1 in what is summed, or they could not come out of the sum as factors of the
+    # product: these dimensions are dropped, and the other factor's own take their place.
     kept = jax.lax.transpose(scale, (*roles.shared, *roles.own, *roles.summed))
     shape = kept.shape[: len(roles.shared) + len(roles.own)]
     split = len(roles.shared)

@@ -122,8 +122,11 @@ def bisect(
                 )
             # One more program tells where error is added. The search needs the fewest trials if the
             # rules that are needed come first.
-            added = _added(func, batches[0], policy)
-            trials.compiles += 1
+            added = []
+            # `compare` needs the state of a recipe that has one, so there is no order to offer.
+            if policy.recipe is None or not policy.recipe.needs_state:
+                added = _added(func, batches[0], policy)
+                trials.compiles += 1
             units = _promising(units, added)
             found = smallest(units, is_enough)
             # Scopes come first because there are far fewer of them than operations. Rules for their
@@ -245,9 +248,6 @@ def _added(
     func: Callable[..., Any], args: Sequence[Any], policy: Policy
 ) -> list[tuple[Operation, float]]:
     """The operations that add error, and how much."""
-    # `compare` needs the state of such a recipe, so there is no order to offer.
-    if policy.recipe is not None and policy.recipe.needs_state:
-        return []
     report = compare(func, policy, sites="ops", gradients=False)(*args)
     return [(Operation(s.site.op, s.site.scope, {}, (), ()), s.added) for s in report.worst]
 

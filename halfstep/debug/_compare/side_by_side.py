@@ -142,12 +142,18 @@ class _Compared(Inside[Pair, Rows]):
         body, plan, kinds = self.bodies[number], self.plans[number], self.decision.outs
         return run_both(self.around.layout, body, plan, values, kinds, state)
 
+    # A test and a choice are answered by float32 for both sides. Were each side to go its own way,
+    # a loop could end earlier on one of them, and values would no longer stand beside each other.
+
     def goes_on(self, values: Sequence[Pair]) -> jax.Array:
         test = jaxpr_as_fun(self.node.structured(While).test)
         return test(*(value.wide for value in values))[0]
 
     def choice(self, value: Pair) -> jax.Array:
         return value.wide
+
+    # A `scan` stacks the rows of its turns, which tells in which of them an error begins. A `while`
+    # cannot, so its rows are added up; sums of squares add without loss of meaning.
 
     def before_turns(self, shapes: Callable[[], Rows]) -> Rows:
         return [absent(row.shape) for row in shapes()]

@@ -11,7 +11,16 @@ from jaxtyping import PyTree
 from halfstep._program import Inside, Interpreter, Node, Remat, Scan, bind_again, run_inside
 from halfstep.debug._instrument.body import Body
 from halfstep.debug._instrument.layout import Layout
-from halfstep.debug._instrument.stats import Column, after_turn, as_rows, combined, empty, numbers
+from halfstep.debug._instrument.stats import (
+    Column,
+    Turns,
+    after_turn,
+    as_rows,
+    combined,
+    empty,
+    no_turns,
+    numbers,
+)
 
 Results = tuple[list[Any], jax.Array]
 """What a function returns, and its rows."""
@@ -110,17 +119,14 @@ class _Recorded(Inside[Any, jax.Array]):
     def of_turns(self, loop: Scan, beside: jax.Array) -> jax.Array:
         return combined(beside, self.turn_column) if loop.length else self.nothing(0)
 
-    def before_turns(self, shapes: Callable[[], jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return jnp.int32(0), self.nothing(0)
+    def before_turns(self, shapes: Callable[[], jax.Array]) -> Turns:
+        return no_turns(self.layout.count(self.bodies[0]), self.layout.loops)
 
-    def after_turn(
-        self, before: tuple[jax.Array, jax.Array], beside: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        turn, rows = before
-        return turn + 1, after_turn(rows, beside, turn, self.turn_column)
+    def after_turn(self, before: Turns, beside: jax.Array) -> Turns:
+        return after_turn(before, beside, self.turn_column)
 
-    def after_turns(self, last: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return last[1]
+    def after_turns(self, last: Turns) -> jax.Array:
+        return last.rows
 
     def of_branch(
         self, number: int, beside: jax.Array, shapes: Callable[[int], jax.Array]

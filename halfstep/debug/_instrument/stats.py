@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,32 +138,60 @@ def combined(rows: jax.Array, where: Column | int) -> jax.Array:
     first = jnp.argmax(bad, axis=0)
     found = jnp.where(bad.any(axis=0), first.astype(jnp.float32), np.float32(-1))
     any_bad = bad.any(axis=1)
-    made = _merged(rows, bad, any_bad.any(), jnp.argmax(any_bad))
+    made = _merged(rows, _ran(rows), any_bad.any(), jnp.argmax(any_bad))
     return made.at[:, where].set(found)
 
 
-def after_turn(before: jax.Array, now: jax.Array, turn: jax.Array, where: int) -> jax.Array:
-    """The rows of a loop whose turns are not known beforehand, after one more."""
-    # Merged one by one, because a `while_loop` cannot stack the results of its iterations.
+class Turns(NamedTuple):
+    """The rows of a `while_loop` so far, which cannot stack the results of its iterations."""
+
+    number: jax.Array
+    """How many iterations there were."""
+    times: jax.Array
+    """In how many of them each value was computed: not in those where a branch left it out."""
+    rows: jax.Array
+
+
+def no_turns(sites: int, loops: int) -> Turns:
+    """Before the first iteration."""
+    return Turns(jnp.int32(0), jnp.zeros(sites, jnp.float32), empty(sites, loops))
+
+
+def after_turn(before: Turns, now: jax.Array, where: int) -> Turns:
+    """After one more iteration with rows of its own."""
     is_bad = now[:, Column.BAD] > 0
-    now = now.at[:, where].set(jnp.where(is_bad, turn.astype(jnp.float32), np.float32(-1)))
-    rows = jnp.stack([before, now])
+    turn = before.number.astype(jnp.float32)
+    now = now.at[:, where].set(jnp.where(is_bad, turn, np.float32(-1)))
+    rows, times = jnp.stack([before.rows, now]), jnp.stack([before.times, _ran(now)])
     bad = rows[:, :, Column.BAD] > 0
-    return _merged(rows, bad, bad.any(), jnp.where(bad[0].any(), 0, 1))
+    made = _merged(rows, times, bad.any(), jnp.where(bad[0].any(), 0, 1))
+    return Turns(before.number + 1, jnp.sum(times, axis=0), made)
 
 
-def _merged(rows: jax.Array, bad: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
-    """Rows as one; those of detail are of a turn, if anything was bad in it."""
+def _ran(rows: jax.Array) -> jax.Array:
+    """1 for each row that says anything, else 0."""
+    return (rows[..., Column.ABSMAX] != -1).astype(jnp.float32)
+
+
+def _merged(rows: jax.Array, times: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
+    """Rows as one; those of detail are of a turn, if anything was bad in it.
+
+    Args:
+        rows: `[n, sites, columns]`.
+        times: `[n, sites]`: of how many iterations each row is.
+        any_bad: Whether any value was not finite in any of them.
+        turn: The first of the `n` with such a value.
+    """
+    bad = rows[:, :, Column.BAD] > 0
     # Magnitude and count are of the first iteration in which the value itself is not finite. Range
     # and zeros are of the first iteration in which any value of the function is not finite: they
     # describe the operands of the operation that started it, not what later iterations made of NaN.
     first = jnp.argmax(bad, axis=0)[None, :, None]
     at_first = jnp.take_along_axis(rows, first, axis=0)[0]
-    ran = rows[:, :, Column.ABSMAX] != -1
-    times = jnp.maximum(jnp.sum(ran, axis=0, dtype=jnp.float32), np.float32(1))
+    total = jnp.maximum(jnp.sum(times, axis=0), np.float32(1))
 
     def shares(column: Column) -> jax.Array:
-        return jnp.sum(rows[:, :, column], axis=0) / times
+        return jnp.sum(rows[:, :, column] * times, axis=0) / total
 
     over_all = jnp.stack(
         [

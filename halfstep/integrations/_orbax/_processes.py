@@ -4,24 +4,32 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# Gathering needs the same shape on all processes, so that every text has this much room. It is
-# enough for a message, a digest, and the numbers of some hundred steps.
+# Gathering needs the same shape on all processes, so that every text has this much room, its length
+# included. A second round, with more room, is only needed for the numbers of hundreds of steps.
 _ROOM = 2048
+_LENGTH = 8
 
 
 def gather(text: str) -> list[str]:
-    """Return what each process says, by its number. All of them call it.
-
-    Args:
-        text: It is cut after 2048 bytes.
-    """
+    """Return what each process says, by its number. All of them call it."""
     if jax.process_count() == 1:
         return [text]
-    said = text.encode()[:_ROOM]
-    room = np.zeros(_ROOM, np.uint8)
-    room[: len(said)] = np.frombuffer(said, np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(room)).reshape(-1, _ROOM)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    said = text.encode()
+    said = len(said).to_bytes(_LENGTH) + said
+    rows = _gather_bytes(said, _ROOM)
+    ends = [_LENGTH + int.from_bytes(row[:_LENGTH]) for row in rows]
+    # All processes see all lengths, so that all of them come to the same decision here.
+    if max(ends) > _ROOM:
+        rows = _gather_bytes(said, max(ends))
+    return [row[_LENGTH:end].decode() for row, end in zip(rows, ends, strict=True)]
+
+
+def _gather_bytes(said: bytes, room: int) -> list[bytes]:
+    """Return the first bytes of what each process says, as many as there is room for."""
+    own = np.zeros(room, np.uint8)
+    own[: len(said)] = np.frombuffer(said[:room], np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(own)).reshape(-1, room)
+    return [bytes(row) for row in rows]
 
 
 def agree(reason: str | None) -> str | None:
