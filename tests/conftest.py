@@ -68,7 +68,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--rows 3`: of every parametrized test only three rows, for a run of another JAX."""
+    """`--rows 2`: of every parametrized test only two rows, for a run of another JAX."""
     parser.addoption("--rows", type=int, help="of each parametrized test, run this many rows")
 
 

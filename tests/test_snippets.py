@@ -37,6 +37,8 @@ COMPILED = (
     "my-loss-is-nan.md",
     "optimizers.md",
     "preflight.md",
+    "quant.md",
+    "training-loop.md",
     "what-needs-float32.md",
 )
 

@@ -140,7 +140,7 @@ def rewritten(
 
 def run_traced(
     call: TracedCall,
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[ArrayLike],
     *,
     state: Mapping[str, Slot | Off] | None = None,
     is_loss: bool = False,
