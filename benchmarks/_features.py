@@ -73,7 +73,7 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "growth": Feature(
             SCALING,
             "A step in which the scale grows is like any other",
-            "The same batch for six steps, in some of which the scale grows.",
+            "Six steps on the same batch; the loss scale grows in some of them.",
         ),
         "bounds": Feature(
             SCALING,

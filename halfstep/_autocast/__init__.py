@@ -19,6 +19,7 @@ from halfstep._autocast.kinds import (
     Kind as Kind,
 )
 from halfstep._autocast.nested import (
+    body_plans as body_plans,
     carried_operands as carried_operands,
 )
 from halfstep._autocast.picks import (
@@ -50,9 +51,7 @@ from halfstep._autocast.recompute import (
 )
 from halfstep._autocast.run import (
     Environment as Environment,
-    bind as bind,
     held as held,
-    operand_of as operand_of,
 )
 from halfstep._autocast.tracing import TracedCall as TracedCall, trace as trace
 from halfstep._autocast.transform import (

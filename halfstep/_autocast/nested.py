@@ -63,19 +63,19 @@ def inner_decision(outs: Sequence[Kind], inner: object, *, barrier: bool = True)
 
 
 def without_islands(settings: Settings) -> Settings:
-    """For the inside of what is recomputed anyway."""
+    """Return settings for functions that are recomputed anyway."""
     return dataclasses.replace(settings, islands=False)
 
 
 def with_own_rules(settings: Settings) -> Settings:
-    """For functions with their own derivatives or mapping, which gradients leave by rules only."""
-    # JAX never differentiates the inside of a custom derivative, and its rules say what is kept for
-    # the backward pass: islands would have nothing to save.
+    """Return settings for functions that have their own derivative or batching rules."""
+    # JAX never differentiates a function that has its own derivative rules, and those rules choose
+    # the residuals: islands would have nothing to save.
     return without_state(without_islands(settings))
 
 
 def without_state(settings: Settings) -> Settings:
-    """For the inside of what a recipe's state does not reach."""
+    """Return settings for functions that a recipe's state does not reach."""
     # State has an axis for the iterations of each loop around a product, and what a product has
     # seen comes back as the gradient of its state. A `while` has no number of iterations and no
     # reverse derivative; in a `shard_map` the state would need specs that the user has not given.
@@ -207,33 +207,42 @@ class _Planned(Inside[Any, tuple[()]]):
     def __init__(self, call: Call) -> None:
         super().__init__(call.node)
         self.planned = call
-        self.plans = list(inner_plans(call.decision.inner))
+        self.plans = body_plans(call.node, call.decision)
 
     def run(
         self, number: int, values: Sequence[Any], state: PyTree
     ) -> tuple[Sequence[Any], tuple[()]]:
-        # Of a `while`, the first plan is that of its test.
-        plan = self.plans[-1] if isinstance(self.node.structure, While) else self.plans[number]
-        return self.planned.run(plan, values, self.planned.decision.outs, slots=state), ()
+        outs = self.planned.decision.outs
+        return self.planned.run(self.plans[number], values, outs, slots=state), ()
 
     def goes_on(self, values: Sequence[Any]) -> jax.Array:
-        return self.planned.run(self.plans[0], values, [Kind.OTHER])[0]
+        test, *_ = inner_plans(self.planned.decision.inner)
+        return self.planned.run(test, values, [Kind.OTHER])[0]
 
 
 def run_planned(call: Call) -> list[Any]:
     """Run a loop, a branch or a call by the plans of the functions inside."""
-    operands = call.operands
-    if isinstance(call.node.structure, Scan | While):
-        operands = carried_operands(call.node, call.decision, operands, call.settings.compute)
+    operands = carried_operands(call.node, call.decision, call.operands, call.settings.compute)
     results, _ = run_inside(_Planned(call), operands, call.slots)
     return results
 
 
+def body_plans(node: Node, decision: Decision) -> list[Plan]:
+    """Return the plans of the functions inside an operation, without that of a loop's test."""
+    plans = list(inner_plans(decision.inner))
+    return plans[1:] if isinstance(node.structure, While) else plans
+
+
 def carried_operands(
     node: Node, decision: Decision, operands: Sequence[Any], compute: np.dtype
-) -> list[Any]:
-    """The operands of a loop in the dtypes in which all of its iterations take them."""
-    plans, loop = list(inner_plans(decision.inner)), node.structure
+) -> Sequence[Any]:
+    """Return operands in the dtypes in which all iterations of a loop take them.
+
+    Operands of anything but a loop stay as they are.
+    """
+    loop, plans = node.structure, list(inner_plans(decision.inner))
+    if not isinstance(loop, Scan | While):
+        return operands
     tests = loop.test_consts if isinstance(loop, While) else 0
     # A loop's operands are the test's constants, and then all that the body takes.
     of_test, of_body = plans[0].graph, plans[-1].graph

@@ -120,11 +120,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
         dtypes = tuple(primal.dtype for primal in primals)
         # Settled first: 8 bits of what XLA left unrounded would differ from 8 bits of the value
         # that every other reader sees.
-        held = (
-            list(primals)
-            if kept is None
-            else [keep(jnp.asarray(settled(x)), kept) for x in primals]
-        )
+        held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]
         return results, pushing(moving, dtypes)(held, [tangents[i] for i in moving])
 
     outer.defjvp(rule, symbolic_zeros=True)

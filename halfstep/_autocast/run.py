@@ -83,9 +83,6 @@ class Environment(Interpreter[Any]):
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.shared: dict[Hashable, Callable[..., Any]] = {}
 
-    def constant(self, value: Any) -> Any:
-        return value
-
     def operand(self, operand: Operand, index: int) -> Any:
         return operand_of(self, operand, index)
 

@@ -82,7 +82,7 @@ class FlatCall:
         self.arguments = Arguments(func, args, kwargs)
         self._func = func
         self._leaves = [leaf for _, leaf, _ in self.arguments.leaves]
-        # A Python number is no array here. It stays part of the function, and so a literal of the
+        # A Python number is not an array here. It stays part of the function, as a literal of the
         # traced program, which yields to other dtypes; as an argument it would be an array.
         self.is_dynamic = [
             is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves

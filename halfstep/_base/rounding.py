@@ -17,7 +17,7 @@ subnormal numbers, so exponents stay float32's: numbers of float16 pass as they 
 
 import enum
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 # Constants of a program come as NumPy's.
-_Value: TypeAlias = jax.Array | np.ndarray | np.number
+_Value = TypeVar("_Value", bound=jax.Array | np.ndarray | np.number)
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _LOW = (_BFLOAT16, np.dtype(np.float16))
 _FLOAT32 = np.dtype(np.float32)
@@ -53,7 +53,7 @@ def settled(value: _Value, rounding: Rounding = Rounding.LOOSE) -> _Value:
     return _written_out(value, value.dtype, rounding)
 
 
-def widened(value: _Value, rounding: Rounding) -> _Value:
+def widened(value: jax.Array | np.ndarray | np.number, rounding: Rounding) -> jax.Array:
     """The same, in float32."""
     wide = jax.lax.convert_element_type(value, _FLOAT32)
     return _written_out(wide, value.dtype, rounding)
@@ -69,7 +69,7 @@ def representable(value: _Value, dtype: np.dtype) -> _Value:
     return _written_out(value, dtype, Rounding.LOOSE)
 
 
-def cast(value: _Value, dtype: np.dtype) -> jax.Array:
+def cast(value: jax.Array | np.ndarray | np.number, dtype: np.dtype) -> jax.Array:
     """A value in another dtype, which whoever reads it in float32 sees as rounded to that dtype.
 
     Readers in `dtype` itself still have to see to it that it is `settled`. Compilers do not undo a

@@ -213,7 +213,7 @@ def unlowered(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
 
 
 def unknown(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
-    """Operations of which nothing is known."""
+    """Report operations that autocast has no rule for."""
     for step in steps:
         entry = step.entry
         if step.place.plan.decisions[step.index].known or entry.by:

@@ -46,7 +46,7 @@ def residuals(
 
     Args:
         func: Takes the call's arrays: the call itself, or the same as `autocast` rewrites it.
-        call: Says which array is of which argument.
+        call: Names the argument that each array belongs to.
         params: The positions of the arguments that it is differentiated by.
         finder: Finds the user's lines.
     """
@@ -71,7 +71,7 @@ def vjp_by_parameters(
 
     Args:
         func: Takes the call's arrays.
-        call: Says which array is of which argument.
+        call: Names the argument that each array belongs to.
         params: The positions of the arguments that it is differentiated by.
         values: The arrays.
     """

@@ -52,9 +52,9 @@ class Interpreter(abc.ABC, Generic[_Value]):
     def bind(self, index: int, operands: Sequence[_Value]) -> Iterable[_Value]:
         """Run one operation: the rule that makes an interpreter what it is."""
 
-    @abc.abstractmethod
-    def constant(self, value: Any) -> _Value:
-        """What the interpreter has for a value that is written into the program."""
+    def constant(self, value: Any) -> Any:
+        """Return what the interpreter has for a value that is written into the program."""
+        return value
 
     def operand(self, operand: Operand, index: int) -> _Value:
         """An operand as one operation takes it."""
@@ -77,6 +77,12 @@ class Interpreter(abc.ABC, Generic[_Value]):
             self.write(number, self.constant(value))
         for number, value in zip(self.graph.inputs, values, strict=True):
             self.write(number, value)
+
+    def walk(self, values: Sequence[_Value]) -> None:
+        """Run all operations, in the order of the program."""
+        self.enter(values)
+        for index in range(len(self.graph.nodes)):
+            self.step(index)
 
     def step(self, index: int) -> None:
         """Run one operation on what has been made, with its own line and scopes."""

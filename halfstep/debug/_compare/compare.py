@@ -11,9 +11,9 @@ from jax.core import AbstractValue
 from halfstep._autocast import (
     Kind,
     Plan,
+    body_plans,
     check_state,
     held_dtype,
-    inner_plans,
     placed,
     settings_of,
     trace,
@@ -148,8 +148,7 @@ def _plans(body: Body, plan: Plan) -> Iterator[tuple[Body, Plan]]:
     """The plan of each function of a program."""
     yield body, plan
     for index, bodies in body.inner.items():
-        # The first plan of a `while` is that of its condition, which has no body here.
-        inside = list(inner_plans(plan.decisions[index].inner))[-len(bodies) :]
+        inside = body_plans(plan.graph.nodes[index], plan.decisions[index])
         # Operations that the policy does not look into have no plans; their sites keep the traced
         # dtype.
         for pair in zip(bodies, inside, strict=False):

@@ -14,17 +14,15 @@ from halfstep._autocast import (
     Kind,
     Plan,
     Surroundings,
+    body_plans,
     carried_operands,
     held,
-    inner_plans,
-    operand_of,
 )
 from halfstep._program import (
     Inside,
     Interpreter,
     Node,
     Operand,
-    Scan,
     While,
     bind_again,
     run_inside,
@@ -66,9 +64,7 @@ def run_both(
         slots: What a recipe's state has for its products.
     """
     both = _SideBySide(layout, body, plan, slots)
-    both.enter(values)
-    for index in range(len(plan.graph.nodes)):
-        both.step(index)
+    both.walk(values)
     pairs = zip(plan.graph.outputs, out_kinds, strict=True)
     made = [
         Pair(both.low.read_as(operand, held(plan, operand, kind)), both.read(operand).wide)
@@ -92,7 +88,7 @@ class _SideBySide(Interpreter[Pair]):
         return Pair(value, value)
 
     def operand(self, operand: Operand, index: int) -> Pair:
-        return Pair(operand_of(self.low, operand, index), self.read(operand).wide)
+        return Pair(self.low.operand(operand, index), self.read(operand).wide)
 
     def write(self, number: int, value: Pair) -> None:
         super().write(number, value)
@@ -125,14 +121,10 @@ class _Compared(Inside[Pair, Rows]):
     ) -> None:
         super().__init__(node)
         self.decision, self.bodies, self.around = decision, bodies, around
-        # Of a `while`, the first is that of its test.
-        self.plans = list(inner_plans(decision.inner))[-len(bodies) :]
+        self.plans = body_plans(node, decision)
 
     def held(self, operands: Sequence[Pair]) -> Sequence[Pair]:
         """Operands of a loop in the dtypes in which the policy carries them through all turns."""
-        structure = self.node.structure
-        if not isinstance(structure, Scan | While):
-            return operands
         compute = self.around.plan.settings.compute
         low = [value.low for value in operands]
         low = carried_operands(self.node, self.decision, low, compute)

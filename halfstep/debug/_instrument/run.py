@@ -44,9 +44,7 @@ def run(
         detail: Whether rows have the columns that are taken only if they are asked for.
     """
     recorder = _Recorder(layout, body, compute, detail=detail)
-    recorder.enter(values)
-    for index in range(len(body.graph.nodes)):
-        recorder.step(index)
+    recorder.walk(values)
     return [recorder.read(operand) for operand in body.graph.outputs], recorder.rows()
 
 
@@ -62,9 +60,6 @@ class _Recorder(Interpreter[Any]):
         self.own: list[list[Any]] = []
         self.blocks: list[jax.Array] = []
 
-    def constant(self, value: Any) -> Any:
-        return value
-
     def write(self, number: int, value: Any) -> None:
         super().write(number, value)
         if number in self.sites:
@@ -75,10 +70,7 @@ class _Recorder(Interpreter[Any]):
         if not any(map(self.layout.count, bodies)):
             return bind_again(node.primitive, node.params, operands)
 
-        def inside(body: Body, values: Sequence[Any]) -> Results:
-            return run(self.layout, body, values, self.compute, detail=self.detail)
-
-        results, rows = run_inside(_Recorded(node, bodies, inside, self.layout), operands)
+        results, rows = run_inside(_Recorded(node, bodies, self), operands)
         self.blocks += [as_rows(self.own, self.layout.loops), rows]
         self.own = []
         return results
@@ -90,18 +82,13 @@ class _Recorder(Interpreter[Any]):
 class _Recorded(Inside[Any, jax.Array]):
     """The functions inside an operation; each hands its rows out beside its results."""
 
-    def __init__(
-        self,
-        node: Node,
-        bodies: Sequence[Body],
-        inside: Callable[[Body, Sequence[Any]], Results],
-        layout: Layout,
-    ) -> None:
+    def __init__(self, node: Node, bodies: Sequence[Body], around: _Recorder) -> None:
         super().__init__(node)
-        self.bodies, self.inside, self.layout = bodies, inside, layout
+        self.bodies, self.around, self.layout = bodies, around, around.layout
 
     def run(self, number: int, values: Sequence[Any], state: PyTree) -> Results:
-        return self.inside(self.bodies[number], values)
+        body, around = self.bodies[number], self.around
+        return run(self.layout, body, values, around.compute, detail=around.detail)
 
     def call(self, structure: Any, operands: Sequence[Any], state: PyTree) -> Results:
         if not isinstance(structure, Remat):
