@@ -45,6 +45,20 @@ def test_what_is_small_or_wide_is_kept_as_it_is():
         assert keep(value, ROWS["e4m3"]) is value
 
 
+def test_a_convolution_without_output_has_a_gradient():
+    def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        # The kernel, dilated, is wider than what it moves over.
+        names = ("NWC", "WIO", "NWC")
+        made = jax.lax.conv_general_dilated(
+            x, kernel, (1,), "VALID", rhs_dilation=(2,), dimension_numbers=names
+        )
+        return jnp.sum(made)
+
+    kernel, x = jnp.ones((3, 4, 2)), jnp.ones((2, 4, 4))
+    low = halfstep.autocast(loss, Policy(compute="bf16", residuals="e4m3"))
+    np.testing.assert_array_equal(jax.grad(low)(kernel, x), np.zeros_like(kernel))
+
+
 def bytes_kept(loss: Any, params: Any, x: Any, policy: str) -> dict[str, int]:
     low = halfstep.autocast(loss, policy)
     _, pull = jax.vjp(jax.jit(lambda params: low(params, x)), params)

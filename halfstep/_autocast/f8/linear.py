@@ -98,7 +98,9 @@ def gradient_by(
     missing = ad.UndefinedPrimal(aval.update(shape=like.shape, dtype=like.dtype, **divided))
     factors = (missing, other) if place == 0 else (other, missing)
     given = {**options, "preferred_element_type": like.dtype}
-    return ad.primitive_transposes[contraction](cotangent, *factors, *rest, **given)[place]
+    made = ad.primitive_transposes[contraction](cotangent, *factors, *rest, **given)[place]
+    # JAX says that there is none where a convolution has no output at all.
+    return ad.instantiate_zeros(made)
 
 
 _linear = Primitive("halfstep_linear")

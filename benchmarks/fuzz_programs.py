@@ -1,0 +1,164 @@
+"""Random programs under `autocast`, as many as one has time for.
+
+    python -m benchmarks.fuzz_programs --count 20000 --json FILE
+
+Each program is evaluated in float64, plain and cast, and must be the same function when roundings
+are taken away; half of them are compiled and run as well, and must differ from the exact result by
+no more than roundings can explain. `--planted 400` plants errors of 10 % and 1 % in as many
+programs each, in values and in gradients, and says how many are found. What fails is printed as
+a program that has been made small. The exit status is 1 if something failed.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks._report import parser, report, table, write
+
+MODULE = "benchmarks.fuzz_programs"
+CHUNK = 50
+"""Programs of one process: JAX keeps what it has compiled, and a process of thousands grows."""
+PLANTED = tuple((kind, by) for kind in ("forward", "backward") for by in (0.1, 0.01))
+_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_force_host_platform_device_count=4 --xla_allow_excess_precision=false"
+)
+
+
+def _programs(seeds: Sequence[int], run: float) -> list[dict[str, Any]]:
+    """Some programs, in this process."""
+    from tests.fuzz._run import QUESTIONS, outcome
+
+    rows = []
+    for seed in seeds:
+        # By the seed, so that a program fails again when it is run alone.
+        questions = QUESTIONS if (seed * 2654435761 % 2**32) / 2**32 < run else QUESTIONS[:1]
+        start = time.perf_counter()
+        made = outcome(seed, questions, shrink=60)
+        rows.append({**dataclasses.asdict(made), "seconds": time.perf_counter() - start})
+    return rows
+
+
+def _planted(seeds: Sequence[int], kind: str, by: float, question: str) -> list[str | None]:
+    """Planted errors, in this process: by which question each is found."""
+    from tests.fuzz._run import found
+
+    return [found(seed, kind, by, (question,)) for seed in seeds]
+
+
+def _in_processes(
+    work: Callable[[Sequence[int]], list[Any]], seeds: Sequence[int], processes: int, name: str
+) -> Iterator[Any]:
+    chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+    # Not `fork`: JAX's threads do not survive it.
+    context = multiprocessing.get_context("spawn")
+    with (
+        concurrent.futures.ProcessPoolExecutor(
+            processes, mp_context=context, max_tasks_per_child=1
+        ) as pool,
+        tqdm(total=len(seeds), desc=name, disable=None) as bar,
+    ):
+        for done in concurrent.futures.as_completed([pool.submit(work, one) for one in chunks]):
+            rows = done.result()
+            bar.update(len(rows))
+            yield from rows
+
+
+def programs(first: int, count: int, run: float, processes: int) -> dict[str, Any]:
+    """What became of so many programs."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    failures, seconds = [], 0.0
+    work = functools.partial(_programs, run=run)
+    for row in _in_processes(work, range(first, first + count), processes, "programs"):
+        seconds += row["seconds"]
+        # Numbers in messages differ from program to program.
+        kind = re.sub(r"[-\d.e+]*\d", "N", row["text"])[:80]
+        outcomes["failed" if row["failed"] else kind] += 1
+        if row["failed"]:
+            failures.append({name: row[name] for name in ("seed", "setting", "text", "program")})
+            print(f"\nseed {row['seed']}, {row['setting']}: {row['text']}", file=sys.stderr)
+            print(row["program"], file=sys.stderr)
+    return {
+        "first_seed": first,
+        "programs": count,
+        "compared": sum(n for kind, n in outcomes.items() if kind.startswith("same")),
+        "run": outcomes["same, run"],
+        "seconds_each": round(seconds / max(count, 1), 2),
+        "outcomes": dict(outcomes.most_common()),
+        "failures": failures,
+    }
+
+
+def planted(first: int, count: int, processes: int) -> list[dict[str, Any]]:
+    """How many planted errors are found, by each question alone."""
+    rows = []
+    for kind, by in PLANTED:
+        row: dict[str, Any] = {"error": f"{by:.0%}", "in": kind}
+        for question in ("function", "rounding"):
+            work = functools.partial(_planted, kind=kind, by=by, question=question)
+            name = f"{by:.0%} {kind}, {question}"
+            seeds = range(first, first + count)
+            results = [
+                result
+                for result in _in_processes(work, seeds, processes, name)
+                if result is not None
+            ]
+            row["planted"] = len(results)
+            row[question] = sum(result != "" for result in results) / max(len(results), 1)
+        rows.append(row)
+    return rows
+
+
+def bars(results: dict[str, Any]) -> dict[str, bool]:
+    """What has to hold."""
+    made = {"no program fails": not results["programs"]["failures"]}
+    for row in results["planted"]:
+        least = 0.95 if row["error"] == "10%" else 0.6
+        name = f"{least:.0%} of errors of {row['error']} found, {row['in']}"
+        made[name] = row["function"] >= least
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(MODULE, __doc__ or "")
+    options.add_argument("--count", type=int, default=20_000, help="programs (20,000)")
+    options.add_argument("--first", type=int, default=1_000_000, help="the first seed")
+    options.add_argument("--run", type=float, default=0.5, help="share that is run (0.5)")
+    options.add_argument("--planted", type=int, default=0, help="programs to plant errors in")
+    options.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parsed = options.parse_args(argv)
+    # For the processes that are started: they import JAX, this one does not.
+    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=_FLAGS)
+    results = {
+        "programs": programs(parsed.first, parsed.count, parsed.run, parsed.processes),
+        "planted": planted(parsed.first, parsed.planted, parsed.processes)
+        if parsed.planted
+        else [],
+    }
+    results["bars"] = bars(results)
+    made = results["programs"]
+    print(f"{made['programs']} programs, {made['compared']} compared, {made['run']} of them run")
+    print(
+        table(
+            [{"n": n, "kind": kind} for kind, n in made["outcomes"].items()],
+            {"n": "programs", "kind": "what became of them"},
+        )
+    )
+    if results["planted"]:
+        print(table(results["planted"], {name: name for name in results["planted"][0]}))
+    write(report(MODULE, results, packages=("numpy", "scipy")), parsed.json)
+    return 0 if all(results["bars"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Random programs under `autocast`, compared with what they compute in float64."""

@@ -1,0 +1,383 @@
+"""A second implementation of traced programs: NumPy in float64, with roundings as one pleases.
+
+The same program is evaluated in three ways. *Without rounding*, casts to narrow formats change
+nothing, so that a program and the same program under `autocast` must agree to about 1e-12, forward
+and backward: what is left of `autocast` when roundings are taken away is the identity. With each
+result *moved by 1e-13*, it shows how much of a difference is the program's own sensitivity. And
+with each result *rounded at random* to one of the two nearest numbers of its dtype, several times,
+it shows how far roundings alone can move a result.
+
+Operations without a rule here are bound once more, in float64: they are JAX's own, which is not
+what is tested.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+
+from halfstep._base.jaxprs import ClosedJaxpr
+from halfstep._program import structures
+from halfstep._program.control_flow import bind_again, structure_of
+from tests._jaxprs import equations
+from tests.fuzz._numpy import EXACT_MOVES, RULES
+
+Round = Callable[[np.ndarray, np.dtype, int], np.ndarray]
+"""What becomes of a result, given its declared dtype and how many terms were added."""
+_NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+_OWN = ("halfstep_contraction", "halfstep_difference", "halfstep_linear")
+_PRECISIONS = {(8, 7): np.dtype(jnp.bfloat16), (5, 10): np.dtype(np.float16)}
+
+
+class Unsupported(Exception):
+    """A program that cannot be evaluated here, and why."""
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which a value is held."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, np.floating) else np.dtype(dtype)
+
+
+def held(value: Any) -> Any:
+    """A value of a program, as it is held."""
+    if isinstance(value, Tracer) or jnp.issubdtype(
+        getattr(value, "dtype", np.float64), jax.dtypes.prng_key
+    ):
+        return value
+    array = np.asarray(value)
+    return array.astype(wide(array.dtype))
+
+
+def exactly(value: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
+    """No rounding at all."""
+    del dtype, terms
+    return value
+
+
+def moved(seed: int, size: float = 1e-13) -> Round:
+    """Each result is moved by a tiny random factor."""
+    random = np.random.default_rng(seed)
+
+    def apply(value: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
+        del dtype, terms
+        return value * (1 + size * random.uniform(-1, 1, value.shape))
+
+    return apply
+
+
+def at_random(seed: int, strength: float = 1.0) -> Round:
+    """Each result becomes one of the two nearest numbers of its dtype.
+
+    Args:
+        seed: Of the choices.
+        strength: How many units of the last place a result may be moved by; sums of many terms may
+            have been rounded between, and are moved by more.
+    """
+    random = np.random.default_rng(seed)
+
+    def apply(value: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
+        if not jnp.issubdtype(dtype, np.floating) or not np.issubdtype(value.dtype, np.floating):
+            return value
+        info = jnp.finfo(dtype)
+        with np.errstate(all="ignore"):
+            exponent = np.floor(np.log2(np.where(value == 0, 1.0, np.abs(value))))
+            exponent = np.where(np.isfinite(exponent), np.maximum(exponent, info.minexp), 0)
+            unit = np.exp2(exponent - info.nmant)
+            spread = strength * max(1.0, math.sqrt(terms) / 2 if info.bits < 32 else 1.0)
+            shift = (random.uniform(0, 1, value.shape) - 0.5) * spread
+            rounded = np.round(value / unit + shift) * unit
+            rounded = np.where(np.isfinite(value), rounded, value)
+            limit = float(info.max)
+            return np.where(np.abs(rounded) > limit, np.copysign(np.inf, rounded), rounded)
+
+    return apply
+
+
+class Evaluator:
+    """Evaluates traced programs.
+
+    Args:
+        rounding: What becomes of each result.
+        models_rounding: Whether that is a model of what runs, which must then be whole.
+        constants: What the constants of a program were before they were rounded to 16 bits.
+    """
+
+    def __init__(
+        self,
+        rounding: Round = exactly,
+        *,
+        models_rounding: bool = False,
+        constants: Mapping[tuple[Any, float], Set[float]] = MappingProxyType({}),
+    ) -> None:
+        self.rounding, self.models_rounding = rounding, models_rounding
+        self.constants = constants
+
+    def __call__(self, program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+        """The results of a program."""
+        with jax.enable_x64(True), np.errstate(all="ignore"):
+            return self._run(program, [held(value) for value in arguments])
+
+    def _run(self, program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return self._literal(atom) if isinstance(atom, core.Literal) else values[atom]
+
+        # Avals have shapes and dtypes; JAX declares neither.
+        jaxpr: Any = program.jaxpr
+        for variable, value in zip(jaxpr.constvars, program.consts, strict=True):
+            values[variable] = _constant(value, variable.aval.dtype)
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+        for equation in jaxpr.eqns:
+            results = self._equation(equation, [read(atom) for atom in equation.invars])
+            for variable, result in zip(equation.outvars, results, strict=True):
+                if not isinstance(result, Tracer) and not jnp.issubdtype(
+                    variable.aval.dtype, jax.dtypes.prng_key
+                ):
+                    result = np.asarray(result)
+                    if result.shape != tuple(variable.aval.shape):
+                        raise AssertionError(
+                            f"{equation.primitive} gave {result.shape} for {variable.aval}"
+                        )
+                values[variable] = result
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _literal(self, literal: Any) -> Any:
+        dtype = literal.aval.dtype
+        value = _constant(literal.val, dtype)
+        if value.shape or dtype not in _NARROW:
+            return value
+        was = self.constants.get((dtype, float(value)), {float(value)})
+        if 0.0 in was:
+            # What else becomes zero is below 1e-38.
+            return np.asarray(0.0)
+        if len(was) > 1:
+            raise Unsupported(f"{float(value)} was one of {sorted(was)}")
+        return np.asarray(next(iter(was)))
+
+    def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name == "halfstep_settle":
+            return values
+        if name == "reduce_precision":
+            precision = params["exponent_bits"], params["mantissa_bits"]
+            dtype = _PRECISIONS.get(precision, np.dtype(equation.invars[0].aval.dtype))
+            return [self.rounding(values[0], dtype, 1)]
+        if name in _OWN:
+            return self._run(_expanded(equation), values)
+        elif (structure := structure_of(name, params)) is not None:
+            return self._structured(structure, equation, values)
+        elif name in RULES and all(isinstance(value, np.ndarray) for value in values):
+            made = RULES[name](*values, **_widened(params, self))
+            results = list(made) if equation.primitive.multiple_results else [made]
+        else:
+            results = _bound(equation, values, self)
+        outs = [variable.aval for variable in equation.outvars]
+        results = [
+            result
+            if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or isinstance(result, Tracer)
+            else np.asarray(result).astype(wide(aval.dtype))
+            for result, aval in zip(results, outs, strict=True)
+        ]
+        if name in EXACT_MOVES:
+            return results
+        terms = _terms(values, outs)
+        return [
+            self.rounding(result, np.dtype(aval.dtype), terms)
+            if isinstance(result, np.ndarray) and result.dtype.kind in "fc"
+            else result
+            for result, aval in zip(results, outs, strict=True)
+        ]
+
+    def _structured(self, found: Any, equation: Any, values: list[Any]) -> Sequence[Any]:
+        traced = any(isinstance(value, Tracer) for value in values)
+        if isinstance(found, structures.Scan):
+            return self._scan(found, values)
+        if isinstance(found, structures.While):
+            return self._traced_while(found, values) if traced else self._while(found, values)
+        if isinstance(found, structures.Cond):
+            if isinstance(values[0], Tracer):
+                branches = [functools.partial(self._branch, one) for one in found.branches]
+                return found.bind(values[0], branches, *values[1:])
+            branch = int(np.clip(values[0], 0, len(found.branches) - 1))
+            return self._run(found.branches[branch], values[1:])
+        if isinstance(found, structures.ShardMap):
+            return self._shard_map(found, values)
+        if isinstance(found, structures.LinearSolve):
+            lengths, functions = equation.params["const_lengths"], equation.params["jaxprs"]
+            first = lengths.matvec + lengths.vecmat
+            right = values[sum(lengths) :]
+            return self._run(functions.solve, [*values[first : first + lengths.solve], *right])
+        if isinstance(
+            found,
+            structures.Jit
+            | structures.Remat
+            | structures.CustomJvp
+            | structures.CustomVjp
+            | structures.CustomVmap,
+        ):
+            return self._run(found.function, values)
+        return _bound(equation, values, self)
+
+    def _scan(self, loop: structures.Scan, values: list[Any]) -> list[Any]:
+        consts, carry, xs = loop.split(values)
+        carry, turns = list(carry), []
+        order = range(loop.length)
+        for number in reversed(order) if loop.reverse else order:
+            results = self._run(loop.body, [*consts, *carry, *(x[number] for x in xs)])
+            carry = list(results[: loop.carries])
+            turns.append(results[loop.carries :])
+        if loop.reverse:
+            turns.reverse()
+        avals = loop.body.out_avals[loop.carries :]
+        stacked = [
+            _stacked([turn[place] for turn in turns], aval) for place, aval in enumerate(avals)
+        ]
+        return [*carry, *stacked]
+
+    def _while(self, loop: structures.While, values: list[Any]) -> list[Any]:
+        of_test, of_body, carry = loop.split(values)
+        carry = list(carry)
+        for _ in range(1000):
+            going = self._run(loop.test, [*of_test, *carry])[0]
+            if not np.any(going):
+                return carry
+            after = self._run(loop.body, [*of_body, *carry])
+            # Under `vmap` each element stops by itself: those that have keep what they carry.
+            carry = [_where(going, new, old) for new, old in zip(after, carry, strict=True)]
+        raise Unsupported("a loop of more than 1,000 iterations")
+
+    def _traced_while(self, loop: structures.While, values: list[Any]) -> list[Any]:
+        of_test, of_body, carry = loop.split(values)
+        made, _ = loop.bind(
+            lambda carry: self._run(loop.test, [*of_test, *carry])[0],
+            lambda carry, more: (self._branch(loop.body, *of_body, *carry), more),
+            tuple(carry),
+            (),
+        )
+        return list(made)
+
+    def _branch(self, function: ClosedJaxpr, *values: Any) -> tuple[Any, ...]:
+        return tuple(self._run(function, list(values)))
+
+    def _shard_map(self, found: structures.ShardMap, values: list[Any]) -> list[Any]:
+        if self.models_rounding:
+            raise Unsupported("roundings within a shard_map")
+        inside = functools.partial(Evaluator(constants=self.constants)._run, found.function)
+
+        # Compiled: without `jit` each operation of each device would be.
+        @jax.jit
+        def run(*given: Any) -> Any:
+            return found.bind(lambda *shards: tuple(inside(list(shards))), *given)
+
+        made = run(*values)
+        return [value if isinstance(value, Tracer) else held(value) for value in made]
+
+
+def constants_of(program: ClosedJaxpr) -> dict[tuple[Any, float], set[float]]:
+    """What numbers of 16 bits may be in a cast program: those of the plain one, rounded.
+
+    A tracer of `autocast` casts a number that is written into the program when it is traced, so
+    that no cast is left which could be taken away.
+    """
+    found: dict[tuple[Any, float], set[float]] = {}
+    for equation in equations(program):
+        for atom in equation.invars:
+            aval: Any = atom.aval
+            if isinstance(atom, core.Literal) and aval.dtype == np.float32:
+                value = np.asarray(atom.val, np.float32)
+                for dtype in _NARROW if not value.shape else ():
+                    with np.errstate(all="ignore"):
+                        rounded = float(value.astype(dtype))
+                    found.setdefault((dtype, rounded), set()).add(float(value))
+    return found
+
+
+def _constant(value: Any, dtype: Any) -> Any:
+    """A value that is written into a program, which may have it in more digits than its dtype."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or isinstance(value, Tracer):
+        return value
+    return held(np.asarray(value).astype(dtype))
+
+
+def _expanded(equation: Any) -> ClosedJaxpr:
+    """The program of one of halfstep's own primitives, as it runs eagerly."""
+    function = functools.partial(equation.primitive.impl, **equation.params)
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+    with jax.enable_x64(False):
+        return jax.make_jaxpr(function)(*avals)
+
+
+def _stacked(turns: Sequence[Any], aval: Any) -> Any:
+    if any(isinstance(turn, Tracer) for turn in turns):
+        return jnp.stack(turns)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.stack(turns) if turns else jnp.zeros((0, *aval.shape), aval.dtype)
+    if not turns:
+        return np.zeros((0, *aval.shape), wide(aval.dtype))
+    return np.stack(turns)
+
+
+def _where(going: np.ndarray, new: Any, old: Any) -> Any:
+    if not going.shape:
+        return new
+    aligned = going.reshape(going.shape + (1,) * (new.ndim - going.ndim))
+    return (
+        np.where(aligned, new, old) if isinstance(new, np.ndarray) else jnp.where(aligned, new, old)
+    )
+
+
+def _terms(values: Sequence[Any], outs: Sequence[Any]) -> int:
+    """About how many numbers went into one number of a result."""
+    given = max((value.size for value in values if hasattr(value, "size")), default=1)
+    made = max((math.prod(aval.shape) for aval in outs), default=1)
+    return max(1, given // max(made, 1))
+
+
+def _bound(equation: Any, values: Sequence[Any], evaluator: Evaluator) -> list[Any]:
+    """A primitive bound in float64."""
+    if equation.primitive.name == "bitcast_convert_type":
+        # Bits are those of the declared dtype.
+        declared = equation.invars[0].aval.dtype
+        return [
+            jax.lax.bitcast_convert_type(_as(values[0], declared), equation.params["new_dtype"])
+        ]
+    return bind_again(equation.primitive, _widened(equation.params, evaluator), values)
+
+
+def _as(value: Any, dtype: Any) -> Any:
+    return jax.lax.convert_element_type(value, dtype)
+
+
+def _widened(params: Mapping[str, Any], evaluator: Evaluator) -> dict[str, Any]:
+    return {name: _wide_parameter(value, evaluator) for name, value in params.items()}
+
+
+def _wide_parameter(value: Any, evaluator: Evaluator) -> Any:
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return wide(value)
+    if isinstance(value, ClosedJaxpr):
+        return _wide_program(value, evaluator)
+    if isinstance(value, core.Jaxpr):
+        return _wide_program(ClosedJaxpr(value, ()), evaluator).jaxpr
+    return value
+
+
+def _wide_program(program: ClosedJaxpr, evaluator: Evaluator) -> ClosedJaxpr:
+
+    def wider(aval: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(aval.shape, wide(aval.dtype))
+
+    run = functools.partial(Evaluator(constants=evaluator.constants)._run, program)
+    return jax.make_jaxpr(lambda *values: run(list(values)))(*map(wider, program.in_avals))

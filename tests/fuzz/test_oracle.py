@@ -1,0 +1,114 @@
+"""The oracle finds what is planted, and its parts agree with JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.fuzz._evaluate import Evaluator, at_random, moved
+from tests.fuzz._oracle import as_users_have_it, make_case
+from tests.fuzz._program import Program, Statement
+from tests.fuzz._run import found, outcome
+from tests.fuzz._shrink import shrunk
+
+SEEDS = range(40, 52)
+
+
+@pytest.mark.parametrize("by", [0.1, 0.01])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_planted_errors_are_found(kind: str, by: float) -> None:
+    results = [found(seed, kind, by, ("function",)) for seed in SEEDS]
+    counted = [result for result in results if result is not None]
+    assert len(counted) >= len(SEEDS) // 3
+    assert all(result == "another function" for result in counted), results
+
+
+@pytest.mark.slow
+def test_half_of_planted_errors_are_found_by_running_alone() -> None:
+    results = [found(seed, "forward", 0.1, ("rounding",)) for seed in SEEDS]
+    counted = [result for result in results if result is not None]
+    assert sum(result == "rounding" for result in counted) >= len(counted) / 2, results
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_rounding_it_is_what_jax_computes(seed: int) -> None:
+    case = make_case(seed)
+    with as_users_have_it():
+        function = case.program.function()
+        want = jax.jit(function)(*case.values)
+        got = Evaluator()(jax.make_jaxpr(function)(*case.values), case.values)
+    for mine, theirs in zip(got, want, strict=True):
+        if jnp.issubdtype(theirs.dtype, jnp.floating) and theirs.size:
+            theirs = np.asarray(theirs.astype(jnp.float32), np.float64)
+            size = max(np.abs(theirs).max(), 1e-3)
+            # Programs have casts to 16 bits of their own.
+            np.testing.assert_allclose(mine / size, theirs / size, atol=2.0**-7)
+
+
+def test_random_rounding_stays_within_a_unit_and_is_fair() -> None:
+    values = np.linspace(1, 2, 1000)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn):
+        unit = float(jnp.finfo(dtype).eps)
+        samples = np.stack([at_random(seed)(values, np.dtype(dtype), 1) for seed in range(64)])
+        assert np.abs(samples - values).max() <= unit
+        np.testing.assert_array_equal(samples, samples.astype(dtype).astype(np.float64))
+        assert abs(np.mean(samples - values)) < unit / 20
+
+
+def test_numbers_beyond_the_range_become_infinite() -> None:
+    made = at_random(0)(np.asarray([7e4, -7e4, 1.0, np.nan]), np.dtype(np.float16), 1)
+    np.testing.assert_array_equal(np.isinf(made), [True, True, False, False])
+    assert np.isnan(made[3])
+
+
+def test_a_small_change_is_small() -> None:
+    made = moved(3)(np.ones(1000), np.dtype(np.float32), 1)
+    assert 0 < np.abs(made - 1).max() <= 1e-13
+
+
+def test_a_program_is_made_small() -> None:
+    program = make_case(3).program
+    wanted = next(line.text for line in program.statements if "tanh" not in line.text)
+
+    def fails(smaller: Program) -> bool:
+        smaller.source()
+        return any(line.text == wanted for line in smaller.statements)
+
+    small = shrunk(program, fails, 30)
+    assert fails(small)
+    assert small.size() < program.size()
+
+
+def test_a_failure_shows_a_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A `tanh` whose derivative is forgotten under autocast, as if its rule were wrong.
+    import halfstep
+    from tests.fuzz import _oracle
+
+    def wrong(function, policy, **options):
+        def run(parameters, *data):
+            made = halfstep.autocast(function, policy, **options)(parameters, *data)
+            return [leaf * 2 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf for leaf in made]
+
+        return run
+
+    fake = type("halfstep", (), {"autocast": staticmethod(wrong), "Policy": halfstep.Policy})
+    monkeypatch.setattr(_oracle, "halfstep", fake)
+    made = outcome(2, ("function",), shrink=20)
+    assert made.failed
+    assert "another function" in made.text
+    assert made.program.startswith("def program(a0")
+    compile(made.program, "program", "exec")
+
+
+def test_a_statement_reads_as_python() -> None:
+    aval = jax.ShapeDtypeStruct((2,), jnp.float32)
+    inner = Program((aval,), [Statement("jnp.tanh({0})", (0,), (aval,))], [1])
+    line = Statement("jax.jit({f})({0})", (0,), (aval,), (inner,), is_tuple=True)
+    assert Program((aval,), [line], [1]).source() == (
+        "def program(a0):\n"
+        "    def f0_0(b0):\n"
+        "        b1 = jnp.tanh(b0)\n"
+        "        return (b1, )\n"
+        "    a1, = jax.jit(f0_0)(a0)\n"
+        "    return (a1, )"
+    )

@@ -1,0 +1,21 @@
+"""Random programs: what `autocast` computes is what the program says."""
+
+import pytest
+
+from tests.fuzz._run import QUESTIONS, outcome
+
+EACH = 10
+RUN_EVERY = 10
+"""One program in ten is compiled and run as well, which takes as long as the rest of its test."""
+
+
+@pytest.mark.parametrize("first", range(0, 300, EACH))
+def test_programs(first: int) -> None:
+    outcomes = [
+        outcome(seed, QUESTIONS if seed % RUN_EVERY == 0 else ("function",), shrink=60)
+        for seed in range(first, first + EACH)
+    ]
+    for made in outcomes:
+        assert not made.failed, f"seed {made.seed}, {made.setting}: {made.text}\n\n{made.program}"
+    # One that always gave up would pass, too.
+    assert sum(made.text.startswith("same") for made in outcomes) > EACH // 2, outcomes
