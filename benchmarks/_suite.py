@@ -65,6 +65,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("fp8_training", plots=True),
             Benchmark("fp8_outliers", plots=True),
         ),
+        "ecosystem": (Benchmark("ecosystem", ("--no-fault", "jax_dot_product_attention")),),
         "debug": (Benchmark("debug"), Benchmark("bisect", ("--steps", "5"))),
         "scale": (Benchmark("scale", plots=True),),
         "training": (

@@ -1,0 +1,129 @@
+"""Other people's programs under every policy, by numbers: the page "Works with".
+
+    python -m benchmarks.ecosystem --json FILE [PROGRAM ...]
+
+Each program is tiny, unmodified, and runs in a process of its own. A program whose package is not
+installed is left out. Needs the group `ecosystem`, in an environment of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks._report import parser, report, table, versions, write
+
+MODULE = "benchmarks.ecosystem"
+SECONDS = 600
+_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+
+
+def _child(name: str, fault: str) -> None:
+    from tests.ecosystem._examples import EXAMPLES
+    from tests.ecosystem._measure import measure
+
+    print(json.dumps(measure(EXAMPLES[name], fault=fault == "yes")))
+
+
+def measured(name: str, package: str, seconds: int, *, fault: bool) -> dict[str, Any]:
+    """One program in a process of its own."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "KERAS_BACKEND": "jax",
+        "XLA_FLAGS": _FLAGS,
+    }
+    command = [sys.executable, "-m", MODULE, "--child", name, "yes" if fault else "no"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"name": name, "package": package, "failed": f"not done after {seconds} s"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it ended without a word"]
+        return {"name": name, "package": package, "failed": lines[-1][:300]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def no_worse(row: dict[str, Any]) -> bool | None:
+    """Whether a gradient is as exact as by casting inputs; `None` where the two do not compare.
+
+    Casting inputs that promotes back to float32 rounds weights and nothing else.
+    """
+    ours, theirs = row.get("bf16"), row.get("bf16_inputs")
+    if not isinstance(ours, float) or not isinstance(theirs, float):
+        return None
+    return ours <= 1.1 * theirs if row.get("inputs_run_low") is True else None
+
+
+def bars(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """What has to hold."""
+    numbers = [row for row in rows if isinstance(row.get("bf16"), float)]
+    both = [row for row in numbers if isinstance(row.get("f16"), float)]
+    compared = [kept for row in rows if (kept := no_worse(row)) is not None]
+    return {
+        "45 programs of 25 packages": len(rows) >= 45
+        and len({row["package"] for row in rows}) >= 25,
+        "all in bf16 and f16": len(both) == len(rows),
+        "40 by numbers": len(numbers) >= 40,
+        "no worse than casting inputs in 90 %": sum(compared) >= 0.9 * len(compared),
+    }
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """A row for people."""
+
+    def figure(name: str) -> str:
+        value = row.get(name)
+        if isinstance(value, float):
+            return f"{value:.2g}"
+        return "" if value is None else "fails"
+
+    return {
+        "program": row["name"],
+        "bf16": row.get("failed") or figure("bf16"),
+        "inputs": figure("bf16_inputs") + ("" if row.get("inputs_run_low") is True else "*"),
+        "f16": figure("f16"),
+        "f8": figure("f8"),
+        "share": figure("share"),
+        "tracing": figure("tracing"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(MODULE, __doc__ or "")
+    options.add_argument("programs", nargs="*", help="which of them (all)")
+    options.add_argument("--seconds", type=int, default=SECONDS, help="at most, of each")
+    options.add_argument("--no-fault", action="store_true", help="plant no faults")
+    parsed = options.parse_args(argv)
+    from tests.ecosystem._examples import EXAMPLES
+
+    chosen = [EXAMPLES[name] for name in parsed.programs] or list(EXAMPLES.values())
+    there = [
+        one for one in chosen if all(importlib.util.find_spec(module) for module in one.modules)
+    ]
+    rows = []
+    for example in tqdm(there, desc="programs", disable=None):
+        rows.append(
+            measured(example.name, example.package, parsed.seconds, fault=not parsed.no_fault)
+        )
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    packages = tuple(dict.fromkeys(example.package for example in there))
+    results = {"rows": rows, "packages": versions(*packages), "bars": bars(rows)}
+    made = [shown(row) for row in rows]
+    print(table(made, {name: name for name in made[0]}) if made else "no package is installed")
+    write(report(MODULE, results, packages=()), parsed.json)
+    return 0 if all(results["bars"].values()) else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        _child(*sys.argv[2:])
+        sys.exit()
+    sys.exit(main())

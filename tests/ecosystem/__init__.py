@@ -1,0 +1,1 @@
+"""Other people's programs, tiny and unmodified, under every policy; in their own environments."""
