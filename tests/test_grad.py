@@ -147,6 +147,8 @@ class TestPrecision:
     def test_error_is_that_of_the_format(self, mode: str, policy: str, getkey):
         """The relative error of a two-layer network's gradient is a few roundings."""
         model, x, y = problem(getkey())
+        # A unit of a ReLU that is nearly zero changes sides with a rounding: no bound holds there.
+        model = eqx.tree_at(lambda model: model.activation, model, jnp.tanh)
         exact = eqx.filter_grad(quadratic)(model, x, y)
         _, _, grads = halfstep.filter_grad(quadratic, scaling_for(policy), policy=policy + mode)(
             model, x, y
