@@ -107,6 +107,15 @@ def _nnx(numbers: Numbers, make: Callable[[], Any], loss: Callable[..., Any], *d
     return merged, numbers.filled(params), (jax.tree.map(constant, rest), *data)
 
 
+def _nnx_tokens(numbers: Numbers, make: Callable[[], Any]) -> Made:
+    """An NNX language model."""
+
+    def loss(model: Any, tokens: jax.Array) -> jax.Array:
+        return next_token(model(tokens), tokens)
+
+    return _nnx(numbers, make, loss, numbers.integers(50, 4, 13))
+
+
 def _nnx_block(nnx: Any, drop: float) -> Any:
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
@@ -145,12 +154,7 @@ def nnx_transformer_with_dropout_and_batch_norm() -> Made:
                 x = one(x)
             return self.embed.attend(self.norm(x))
 
-    return _nnx(
-        numbers,
-        lambda: Model(nnx.Rngs(0)),
-        lambda model, tokens: next_token(model(tokens), tokens),
-        numbers.integers(50, 4, 13),
-    )
+    return _nnx_tokens(numbers, lambda: Model(nnx.Rngs(0)))
 
 
 @FRAMEWORKS.add("flax")
@@ -177,12 +181,7 @@ def nnx_scan_of_remat() -> Made:
 
             return self.embed.attend(layer(self.embed(tokens), self.blocks))
 
-    return _nnx(
-        numbers,
-        lambda: Model(nnx.Rngs(0)),
-        lambda model, tokens: next_token(model(tokens), tokens),
-        numbers.integers(50, 4, 13),
-    )
+    return _nnx_tokens(numbers, lambda: Model(nnx.Rngs(0)))
 
 
 @FRAMEWORKS.add("flax")

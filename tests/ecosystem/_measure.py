@@ -139,7 +139,7 @@ def measure(example: Example, *, fault: bool = True) -> dict[str, Any]:
     """
     subject = Subject(example)
     row: dict[str, Any] = {"name": example.name, "package": example.package}
-    row["loss"] = float(subject.value)
+    row |= {"note": example.note, "loss": float(subject.value)}
 
     def attempt(name: str, figure: Callable[[], Any]) -> None:
         try:

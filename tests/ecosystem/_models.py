@@ -8,13 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tests.ecosystem._programs import Made, Numbers, Registry, cross_entropy
+from tests.ecosystem._programs import Made, Numbers, Registry, cross_entropy, scalar
 
 MODELS = Registry()
-
-
-def _scalar(value: float) -> np.ndarray:
-    return np.asarray(value, np.float32)
 
 
 @MODELS.add("jraph")
@@ -221,7 +217,7 @@ def tinygp_matern() -> Made:
         )
         return -process.log_probability(y)
 
-    params = {"size": _scalar(0), "length": _scalar(0), "noise": _scalar(-2)}
+    params = {"size": scalar(0), "length": scalar(0), "noise": scalar(-2)}
     return loss, {**params, "w": numbers.normal(4, 1)}, (numbers.normal(20, 4), numbers.normal(20))
 
 
@@ -322,5 +318,5 @@ def optax_contrastive() -> Made:
         name: [numbers.normal(32, 64, scale=0.2), numbers.normal(64, 32, scale=0.12)]
         for name in ("image", "text")
     }
-    params["temperature"] = _scalar(4.6)
+    params["temperature"] = scalar(4.6)
     return loss, params, (numbers.normal(64, 32), numbers.normal(64, 32))

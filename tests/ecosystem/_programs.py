@@ -100,6 +100,11 @@ class Numbers:
         return self.filled(jax.eval_shape(init, *args))
 
 
+def scalar(value: float) -> np.ndarray:
+    """A parameter without dimensions."""
+    return np.asarray(value, np.float32)
+
+
 def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
     """The mean over all labels."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))

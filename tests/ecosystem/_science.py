@@ -1,5 +1,6 @@
 """Solvers, physics and state spaces."""
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.ecosystem._programs import Made, Numbers, Registry, cross_entropy
+from tests.ecosystem._programs import Made, Numbers, Registry, cross_entropy, scalar
 
 SCIENCE = Registry()
 
@@ -54,6 +55,17 @@ def diffrax_direct() -> Made:
     return _neural_ode("DirectAdjoint")
 
 
+def _implicit(solve: Callable[[Any, jax.Array], Any]) -> Made:
+    """A loss of what a solver finds, given the parameters and the data."""
+    numbers = Numbers()
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum((params["out"] @ solve(params, x).value) ** 2)
+
+    params = {"w": numbers.normal(16, 16, scale=0.1), "out": numbers.normal(8, 16)}
+    return loss, params, (numbers.normal(16),)
+
+
 @SCIENCE.add(
     "optimistix",
     without=("f16",),
@@ -61,39 +73,30 @@ def diffrax_direct() -> Made:
     "infinite, before the step could be skipped",
 )
 def optimistix_newton() -> Made:
-    ox, numbers = import_module("optimistix"), Numbers()
+    ox = import_module("optimistix")
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def solve(params: Any, x: jax.Array) -> Any:
         def residual(y: jax.Array, args: Any) -> jax.Array:
             return y - jnp.tanh(args["w"] @ y + x)
 
-        solver = ox.Newton(1e-5, 1e-5)
-        found = ox.root_find(
-            residual, solver, jnp.zeros(16), args=params, max_steps=32, throw=False
-        )
-        return jnp.sum((params["out"] @ found.value) ** 2)
+        options = {"args": params, "max_steps": 32, "throw": False}
+        return ox.root_find(residual, ox.Newton(1e-5, 1e-5), jnp.zeros(16), **options)
 
-    params = {"w": numbers.normal(16, 16, scale=0.1), "out": numbers.normal(8, 16)}
-    return loss, params, (numbers.normal(16),)
+    return _implicit(solve)
 
 
 @SCIENCE.add("optimistix")
 def optimistix_fixed_point() -> Made:
-    ox, numbers = import_module("optimistix"), Numbers()
+    ox = import_module("optimistix")
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        found = ox.fixed_point(
-            lambda y, args: jnp.tanh(args["w"] @ y + x),
-            ox.FixedPointIteration(1e-5, 1e-5),
-            jnp.zeros(16),
-            args=params,
-            max_steps=64,
-            throw=False,
-        )
-        return jnp.sum((params["out"] @ found.value) ** 2)
+    def solve(params: Any, x: jax.Array) -> Any:
+        def after(y: jax.Array, args: Any) -> jax.Array:
+            return jnp.tanh(args["w"] @ y + x)
 
-    params = {"w": numbers.normal(16, 16, scale=0.1), "out": numbers.normal(8, 16)}
-    return loss, params, (numbers.normal(16),)
+        options = {"args": params, "max_steps": 64, "throw": False}
+        return ox.fixed_point(after, ox.FixedPointIteration(1e-5, 1e-5), jnp.zeros(16), **options)
+
+    return _implicit(solve)
 
 
 @SCIENCE.add("lineax")
@@ -124,8 +127,7 @@ def jaxopt_implicit_gradient_descent() -> Made:
         weights = solver.run(jnp.zeros(8), params["penalty"]).params
         return jnp.mean((jnp.tanh(x_valid @ params["features"]) @ weights - y_valid) ** 2)
 
-    params = {"features": numbers.normal(4, 8, scale=0.4), "penalty": np.float32(-2) * np.ones(())}
-    params["penalty"] = np.asarray(params["penalty"], np.float32)
+    params = {"features": numbers.normal(4, 8, scale=0.4), "penalty": scalar(-2)}
     data = numbers.normal(16, 4), numbers.normal(16), numbers.normal(16, 4), numbers.normal(16)
     return loss, params, data
 
@@ -145,8 +147,8 @@ def gaussian_process_by_cholesky() -> Made:
 
     params = {
         "w": numbers.normal(8, 4, scale=0.3),
-        "length": np.zeros((), np.float32),
-        "noise": np.asarray(-3, np.float32),
+        "length": scalar(0),
+        "noise": scalar(-3),
     }
     return loss, params, (numbers.normal(24, 8), numbers.normal(24))
 

@@ -28,6 +28,7 @@ from halfstep._program import structures
 from halfstep._program.control_flow import bind_again, structure_of
 from tests._jaxprs import equations
 from tests.fuzz._numpy import EXACT_MOVES, RULES
+from tests.fuzz._program import is_key, is_key_dtype
 
 Round = Callable[[np.ndarray, np.dtype, int], np.ndarray]
 """What becomes of a result, given its declared dtype and how many terms were added."""
@@ -42,7 +43,7 @@ class Unsupported(Exception):
 
 def wide(dtype: Any) -> Any:
     """The dtype in which a value is held."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key_dtype(dtype):
         return dtype
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.dtype(np.complex128)
@@ -51,9 +52,7 @@ def wide(dtype: Any) -> Any:
 
 def held(value: Any) -> Any:
     """A value of a program, as it is held."""
-    if isinstance(value, Tracer) or jnp.issubdtype(
-        getattr(value, "dtype", np.float64), jax.dtypes.prng_key
-    ):
+    if isinstance(value, Tracer) or is_key_dtype(getattr(value, "dtype", np.float64)):
         return value
     array = np.asarray(value)
     return array.astype(wide(array.dtype))
@@ -142,9 +141,7 @@ class Evaluator:
         for equation in jaxpr.eqns:
             results = self._equation(equation, [read(atom) for atom in equation.invars])
             for variable, result in zip(equation.outvars, results, strict=True):
-                if not isinstance(result, Tracer) and not jnp.issubdtype(
-                    variable.aval.dtype, jax.dtypes.prng_key
-                ):
+                if not isinstance(result, Tracer) and not is_key(variable.aval):
                     result = np.asarray(result)
                     if result.shape != tuple(variable.aval.shape):
                         raise AssertionError(
@@ -176,9 +173,9 @@ class Evaluator:
             return [self.rounding(values[0], dtype, 1)]
         if name in _OWN:
             return self._run(_expanded(equation), values)
-        elif (structure := structure_of(name, params)) is not None:
+        if (structure := structure_of(name, params)) is not None:
             return self._structured(structure, equation, values)
-        elif name in RULES and all(isinstance(value, np.ndarray) for value in values):
+        if name in RULES and all(isinstance(value, np.ndarray) for value in values):
             made = RULES[name](*values, **_widened(params, self))
             results = list(made) if equation.primitive.multiple_results else [made]
         else:
@@ -186,7 +183,7 @@ class Evaluator:
         outs = [variable.aval for variable in equation.outvars]
         results = [
             result
-            if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or isinstance(result, Tracer)
+            if is_key(aval) or isinstance(result, Tracer)
             else np.asarray(result).astype(wide(aval.dtype))
             for result, aval in zip(results, outs, strict=True)
         ]
@@ -306,7 +303,7 @@ def constants_of(program: ClosedJaxpr) -> dict[tuple[Any, float], set[float]]:
 
 def _constant(value: Any, dtype: Any) -> Any:
     """A value that is written into a program, which may have it in more digits than its dtype."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or isinstance(value, Tracer):
+    if is_key_dtype(dtype) or isinstance(value, Tracer):
         return value
     return held(np.asarray(value).astype(dtype))
 
@@ -322,7 +319,7 @@ def _expanded(equation: Any) -> ClosedJaxpr:
 def _stacked(turns: Sequence[Any], aval: Any) -> Any:
     if any(isinstance(turn, Tracer) for turn in turns):
         return jnp.stack(turns)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         return jnp.stack(turns) if turns else jnp.zeros((0, *aval.shape), aval.dtype)
     if not turns:
         return np.zeros((0, *aval.shape), wide(aval.dtype))
@@ -333,9 +330,9 @@ def _where(going: np.ndarray, new: Any, old: Any) -> Any:
     if not going.shape:
         return new
     aligned = going.reshape(going.shape + (1,) * (new.ndim - going.ndim))
-    return (
-        np.where(aligned, new, old) if isinstance(new, np.ndarray) else jnp.where(aligned, new, old)
-    )
+    # Keys are JAX's own.
+    where = np.where if isinstance(new, np.ndarray) else jnp.where
+    return where(aligned, new, old)
 
 
 def _terms(values: Sequence[Any], outs: Sequence[Any]) -> int:

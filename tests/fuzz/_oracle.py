@@ -10,7 +10,7 @@ exact result, and may differ from it by some times what random roundings of the 
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from tests.fuzz._evaluate import (
     moved,
 )
 from tests.fuzz._generate import random_program, random_values
-from tests.fuzz._program import Program, is_float
+from tests.fuzz._program import Program, is_float, is_key
 
 SAME = 1e-9
 """By how much two exact results may differ, as a share of the largest number: NumPy adds in another
@@ -270,12 +270,18 @@ class Reference:
             except Unsupported as error:
                 raise Skipped(str(error)) from error
 
-    def evaluated(
-        self, low: ClosedJaxpr, rounding: Round = exactly, *, models_rounding: bool = False
-    ) -> list[Any]:
+    def evaluated(self, low: ClosedJaxpr, rounding: Round = exactly) -> list[Any]:
         """The results of this program under `autocast`."""
-        run = Evaluator(rounding, models_rounding=models_rounding, constants=self.constants)
-        return run(low, self.case.values)
+        return Evaluator(rounding, constants=self.constants)(low, self.case.values)
+
+    def sampled(self, low: ClosedJaxpr, seeds: Iterable[int], strength: float = 1.0) -> list[Any]:
+        """The same, each time with other random roundings."""
+        return [
+            Evaluator(at_random(seed, strength), models_rounding=True, constants=self.constants)(
+                low, self.case.values
+            )
+            for seed in seeds
+        ]
 
     def names(self) -> list[str]:
         """What each number of `exact` is."""
@@ -354,7 +360,7 @@ def _same_function(reference: Reference, low: ClosedJaxpr, got: Sequence[Any]) -
     different = [
         place
         for place, (want, have) in enumerate(zip(reference.exact, got, strict=True))
-        if isinstance(want, np.ndarray) and _finite(want) and _apart(want, have) > SAME
+        if isinstance(want, np.ndarray) and _finite(want) and apart(want, have) > SAME
     ]
     if not different:
         return
@@ -364,19 +370,19 @@ def _same_function(reference: Reference, low: ClosedJaxpr, got: Sequence[Any]) -
         for program, exact in ((reference.program, reference.exact), (low, got)):
             again = reference.evaluated(program, moved(seed))
             for place in different:
-                deviations[place] = max(deviations[place], _apart(exact[place], again[place]))
+                deviations[place] = max(deviations[place], apart(exact[place], again[place]))
     for place in different:
-        apart = _apart(reference.exact[place], got[place])
-        if apart > SENSITIVE * deviations[place] + SAME:
+        off = apart(reference.exact[place], got[place])
+        if off > SENSITIVE * deviations[place] + SAME:
             raise Failure(
                 "another function",
-                f"{reference.names()[place]} differs by {apart:.3g} of its size without any "
+                f"{reference.names()[place]} differs by {off:.3g} of its size without any "
                 f"rounding, where a change of 1e-13 in all operations makes "
                 f"{deviations[place]:.3g}",
             )
 
 
-def _apart(want: Any, have: Any) -> float:
+def apart(want: Any, have: Any) -> float:
     """The largest difference, as a share of the largest number."""
     if not isinstance(want, np.ndarray) or not want.size:
         return 0.0
@@ -395,20 +401,14 @@ def _rounded_as_said(
     case: Case,
 ) -> str:
     try:
-        samples = [
-            reference.evaluated(low, at_random(seed), models_rounding=True)
-            for seed in range(SAMPLES)
-        ]
+        samples = reference.sampled(low, range(SAMPLES))
     except Unsupported as error:
         return f"same; not compared when run: {error}"
-    got = [np.asarray(leaf) if not _key(leaf) else leaf for leaf in _run(function, case)]
+    got = [np.asarray(leaf) if not is_key(leaf) else leaf for leaf in _run(function, case)]
     bad = _beyond(reference, got, own, samples)
     if bad is not None:
         # Few samples may all be near: more of them, of twice the strength, before it counts.
-        samples += [
-            reference.evaluated(low, at_random(100 + seed, 2.0), models_rounding=True)
-            for seed in range(24)
-        ]
+        samples += reference.sampled(low, range(100, 124), 2.0)
         bad = _beyond(reference, got, own, samples)
     if bad is not None:
         raise Failure("rounding", bad)
@@ -420,10 +420,6 @@ def _run(function: Callable[..., Any], case: Case) -> list[Any]:
         return jax.tree.leaves(jax.block_until_ready(jax.jit(function)(*case.values)))
     except Exception as error:
         raise Failure("running", f"{type(error).__name__}: {error}"[:500]) from error
-
-
-def _key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _beyond(
@@ -444,11 +440,9 @@ def _beyond(
                 return f"{name} is {have.ravel()[:6]}; {want.ravel()[:6]} in every sample"
             continue
         have = have.astype(np.float64)
-        deviation = max((_apart(own[place], sample) for sample in near), default=0.0)
-        apart = _apart(want, have)
+        deviation = max((apart(own[place], sample) for sample in near), default=0.0)
+        off = apart(want, have)
         # XLA's float32 functions are off by some units of the last place.
-        if apart > ROUNDED * deviation + 1e-5:
-            return (
-                f"{name} is off by {apart:.3g} of its size; random roundings make {deviation:.3g}"
-            )
+        if off > ROUNDED * deviation + 1e-5:
+            return f"{name} is off by {off:.3g} of its size; random roundings make {deviation:.3g}"
     return None

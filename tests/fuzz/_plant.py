@@ -3,7 +3,7 @@
 import copy
 import random
 
-from tests.fuzz._oracle import Case, Reference, _apart
+from tests.fuzz._oracle import Case, Reference, apart
 from tests.fuzz._program import Program, Statement, is_float
 
 EFFECT = 1e-3
@@ -58,4 +58,4 @@ def effect(reference: Reference, planted: Case) -> float:
     """By how much a planted error changes any result without rounding."""
     wrong = Reference(planted)
     pairs = zip(reference.exact, wrong.exact, strict=True)
-    return max((_apart(want, have) for want, have in pairs), default=0.0)
+    return max((apart(want, have) for want, have in pairs), default=0.0)

@@ -108,7 +108,12 @@ def is_float(aval: Any) -> bool:
 
 def is_key(aval: Any) -> bool:
     """Whether a value is a key of random numbers."""
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return is_key_dtype(aval.dtype)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether a dtype is that of keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 # Names that programs use beside JAX's own.

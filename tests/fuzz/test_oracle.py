@@ -80,7 +80,7 @@ def test_a_program_is_made_small() -> None:
 
 
 def test_a_failure_shows_a_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A `tanh` whose derivative is forgotten under autocast, as if its rule were wrong.
+    # An autocast whose results are twice as large.
     import halfstep
     from tests.fuzz import _oracle
 
