@@ -119,12 +119,13 @@ def jaxopt_implicit_gradient_descent() -> Made:
     jaxopt, numbers = import_module("jaxopt"), Numbers()
 
     def loss(params: Any, x: Any, y: Any, x_valid: Any, y_valid: Any) -> jax.Array:
-        def inner(weights: jax.Array, penalty: jax.Array) -> jax.Array:
-            error = jnp.tanh(x @ params["features"]) @ weights - y
+        # Implicit derivatives are by arguments only: what is closed over would leak.
+        def inner(weights: jax.Array, penalty: jax.Array, features: jax.Array) -> jax.Array:
+            error = jnp.tanh(x @ features) @ weights - y
             return jnp.mean(error**2) + jnp.exp(penalty) * jnp.sum(weights**2)
 
         solver = jaxopt.GradientDescent(inner, maxiter=15, stepsize=0.1, implicit_diff=True)
-        weights = solver.run(jnp.zeros(8), params["penalty"]).params
+        weights = solver.run(jnp.zeros(8), params["penalty"], params["features"]).params
         return jnp.mean((jnp.tanh(x_valid @ params["features"]) @ weights - y_valid) ** 2)
 
     params = {"features": numbers.normal(4, 8, scale=0.4), "penalty": scalar(-2)}
