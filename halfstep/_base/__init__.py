@@ -41,6 +41,7 @@ from halfstep._base.jaxprs import (
     ClosedJaxpr as ClosedJaxpr,
     closed as closed,
     jaxprs_in as jaxprs_in,
+    varying_axes as varying_axes,
 )
 from halfstep._base.private_jax import (
     OWN_FILE as OWN_FILE,

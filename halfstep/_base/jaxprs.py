@@ -1,9 +1,10 @@
-"""Traced functions, and the functions that an operation's parameters hold."""
+"""Traced functions, the functions that an operation's parameters hold, and types of values."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 if TYPE_CHECKING:
@@ -38,3 +39,12 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
 
 def _is_jaxpr(value: object) -> bool:
     return isinstance(value, core.Jaxpr | ClosedJaxpr)
+
+
+def varying_axes(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Return the mesh axes over which a value differs between shards, where `shard_map` tracks it.
+
+    Without tracking (`check_vma=False`, or outside `shard_map`) the set is empty.
+    """
+    kind: Any = jax.typeof(x)
+    return frozenset(kind.manual_axis_type.varying)

@@ -1,9 +1,6 @@
 """A training step: gradients, loss scaling, the verdict, and the update or its omission."""
 
-from halfstep._training.collective import (
-    vary as vary,
-    varying_axes as varying_axes,
-)
+from halfstep._training.collective import vary as vary
 from halfstep._training.f8_scaling import (
     F8Scaling as F8Scaling,
     SiteState as SiteState,

@@ -1,7 +1,7 @@
 """Agreement between shards: one verdict and one sum over named mesh axes, inside `shard_map`."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,20 +10,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from halfstep._base import at_least_float32, widest
+from halfstep._base import at_least_float32, varying_axes, widest
 
 T = TypeVar("T")
 
 Reduction = Literal["sum", "mean"]
-
-
-def varying_axes(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Return the mesh axes over which a value differs between shards, where `shard_map` tracks it.
-
-    Without tracking (`check_vma=False`, or outside `shard_map`) the set is empty.
-    """
-    kind: Any = jax.typeof(x)
-    return kind.manual_axis_type.varying
 
 
 def vary(x: Array, axis_names: Sequence[str]) -> Array:

@@ -12,8 +12,15 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from halfstep._base import Arguments, at_least_float32, is_array, is_key, type_of
-from halfstep._training.collective import vary, varying_axes
+from halfstep._base import (
+    Arguments,
+    at_least_float32,
+    is_array,
+    is_key,
+    type_of,
+    varying_axes,
+)
+from halfstep._training.collective import vary
 
 # (args, kwargs) -> (loss, aux, gradients, magnitudes), for one microbatch.
 Step = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any, Any]]

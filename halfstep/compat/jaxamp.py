@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from halfstep import _training
 from halfstep._autocast import rewritten, settings_of
-from halfstep._base import DTypeLike
+from halfstep._base import DTypeLike, varying_axes
 from halfstep._policy import (
     Operation,
     Policy,
@@ -29,7 +29,7 @@ from halfstep._policy import (
     cast_tree,
     is_castable,
 )
-from halfstep._training import vary, varying_axes
+from halfstep._training import vary
 from halfstep.compat._scale import CEILING, power_of_two_below
 
 __all__ = (

@@ -156,6 +156,22 @@ def test_batches_and_eager_calls(implementation: Any) -> None:
     check(leaf, jax.tree.map(lambda x: x[1], made), grad, by, spec)
 
 
+def test_a_batch_of_hyperparameters_has_no_kernel() -> None:
+    leaf, grad, groups = make((64, 128))
+    spec = spec_of("adam", groups)
+    by = jax.tree.map(lambda x: jnp.stack([x, x]), scalars())
+    for implementation in (None, "xla"):
+        one = functools.partial(flash_update, leaf, grad, spec=spec, implementation=implementation)
+        made = jax.vmap(lambda by, one=one: one(by=by))(by)
+        check(leaf, jax.tree.map(lambda x: x[1], made), grad, scalars(), spec)
+    named = functools.partial(flash_update, leaf, grad, spec=spec, implementation="interpret")
+    with pytest.raises(
+        ValueError,
+        match=r"='interpret' takes one set of hyperparameters.*`jax.vmap` gave it 2.*=None",
+    ):
+        jax.vmap(lambda by: named(by=by))(by)
+
+
 @pytest.mark.parametrize(
     ("implementation", "axes", "spec"),
     slow_unless(

@@ -273,14 +273,23 @@ def _batched(
     # The axis of groups is counted from the end: a batch of leaves, with one more axis in front,
     # is itself a leaf, which one kernel updates.
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+    implementation, spec = params["implementation"], params["spec"]
     if dims[0] is not None:
         # A kernel takes one set of scalars: with one for each example, the plain form remains.
+        if implementation in _KERNELS:
+            raise ValueError(
+                f"the kernel of implementation={implementation!r} takes one set of "
+                f"hyperparameters; `jax.vmap` gave it {size}. Pass implementation=None, which "
+                "takes XLA for such a batch, or 'xla'."
+            )
         plain = partial(_compiled, present=params["present"], spec=params["spec"], form="plain")
         return jax.vmap(plain, in_axes=tuple(dims))(*args), [0] * (len(args) - 2)
     moved = [
         jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else jnp.moveaxis(arg, dim, 0)
         for arg, dim in zip(args[1:], dims[1:], strict=True)
     ]
+    # A batch of leaves may be one that the kernel does not take.
+    _check(implementation, leaf_of(params["present"], moved[1:]), moved[0], spec)
     names = ("present", "spec", "implementation")
     made = _bound(args[0], *moved, **{name: params[name] for name in names})
     return made, [0] * len(made)

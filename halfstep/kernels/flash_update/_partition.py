@@ -5,12 +5,12 @@ gather every array. Groups never lie on two devices, so that no device needs ano
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from halfstep._base import varying_axes
 from halfstep.quant import Groups
 
 Flat = Callable[..., Sequence[jax.Array]]
@@ -23,17 +23,12 @@ def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
     JAX does this for the operands of its own operations, and not for those of a new primitive.
     """
-    axes = [_varying(array) for array in arrays]
+    axes = [varying_axes(array) for array in arrays]
     every = frozenset[str]().union(*axes)
     return [
         jax.lax.pcast(array, tuple(sorted(every - own)), to="varying") if every - own else array
         for array, own in zip(arrays, axes, strict=True)
     ]
-
-
-def _varying(array: jax.Array) -> frozenset[str]:
-    kind: Any = jax.typeof(array)
-    return frozenset(kind.manual_axis_type.varying)
 
 
 def may_be_divided() -> bool:
