@@ -121,6 +121,27 @@ def test_tested_versions_are_the_pinned_ones():
     assert pythons == [[version] for version in TESTED_PYTHON]
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem
+)
+def test_pins_have_hashes_and_no_index(path: pathlib.Path):
+    """`requirements/compile` makes every file; one that pins JAX pins a tested version."""
+    text = path.read_text()
+    assert re.search(rf"^pin {path.stem} ", (ROOT / "requirements/compile").read_text(), re.M)
+    assert not re.search(r"^--|https?:", text, re.MULTILINE)
+    hashed = re.compile(r"\S+==\S+ (; .* )?\\\n.*--hash=sha256:")
+    pins = re.split(r"\n(?=\S)", text.strip())
+    assert [pin for pin in pins if not hashed.match(pin)] == []
+    assert set(re.findall(r"^jax==(\S+)", text, re.MULTILINE)) <= set(TESTED_JAX)
+
+
+def test_programs_of_other_packages_run_every_night():
+    job = load(".github/workflows/nightly.yml")["jobs"]["ecosystem"]
+    assert job["steps"][1]["with"]["python-version"] == TESTED_PYTHON[-1]
+    assert "--require-hashes --requirement requirements/ecosystem.txt" in job["steps"][2]["run"]
+    assert job["steps"][3]["run"].startswith("python -m benchmarks.ecosystem")
+
+
 # What may depend on the version of JAX: folders whose every test also runs on the oldest.
 ALSO_ON_OLDEST = ("autocast", "conformance", "integrations")
 

@@ -97,7 +97,7 @@ def _nnx(numbers: Numbers, make: Callable[[], Any], loss: Callable[..., Any], *d
 
     def constant(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.key(0)
+            return jax.random.split(jax.random.key(0), leaf.shape)
         fill = np.ones if jnp.issubdtype(leaf.dtype, jnp.floating) else np.zeros
         return fill(leaf.shape, leaf.dtype)
 
