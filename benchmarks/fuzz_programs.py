@@ -7,14 +7,19 @@ are taken away; half of them are compiled and run as well, and must differ from 
 no more than roundings can explain. `--planted 400` plants errors of 10 % and 1 % in as many
 programs each, in values and in gradients, and says how many are found. What fails is printed as
 a program that has been made small. The exit status is 1 if something failed.
+
+20,000 programs take hours: FILE is written after every 500, and `--resume` goes on where a run that
+was stopped has left it.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import multiprocessing
 import os
+import pathlib
 import re
 import sys
 import time
@@ -28,6 +33,8 @@ from benchmarks._report import parser, report, table, write
 MODULE = "benchmarks.fuzz_programs"
 CHUNK = 50
 """Programs of one process: JAX keeps what it has compiled, and a process of thousands grows."""
+BLOCK = 500
+"""Programs after which the results are saved."""
 PLANTED = tuple((kind, by) for kind in ("forward", "backward") for by in (0.1, 0.01))
 _FLAGS = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
@@ -79,7 +86,7 @@ def programs(first: int, count: int, run: float, processes: int) -> dict[str, An
     outcomes: collections.Counter[str] = collections.Counter()
     failures, seconds = [], 0.0
     work = functools.partial(_programs, run=run)
-    for row in _in_processes(work, range(first, first + count), processes, "programs"):
+    for row in _in_processes(work, range(first, first + count), processes, f"from {first:,}"):
         seconds += row["seconds"]
         # Numbers in messages differ from program to program.
         kind = re.sub(r"[-\d.e+]*\d", "N", row["text"])[:80]
@@ -93,10 +100,47 @@ def programs(first: int, count: int, run: float, processes: int) -> dict[str, An
         "programs": count,
         "compared": sum(n for kind, n in outcomes.items() if kind.startswith("same")),
         "run": outcomes["same, run"],
-        "seconds_each": round(seconds / max(count, 1), 2),
+        "seconds": round(seconds, 1),
         "outcomes": dict(outcomes.most_common()),
         "failures": failures,
     }
+
+
+def added(made: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Two runs as one; the second begins where the first ends."""
+    last = made["first_seed"] + made["programs"]
+    if more["first_seed"] != last:
+        raise ValueError(f"the next run must begin at seed {last}; got {more['first_seed']}")
+    outcomes = collections.Counter(made["outcomes"]) + collections.Counter(more["outcomes"])
+    sums = ("programs", "compared", "run", "seconds")
+    return {
+        **made,
+        **{name: round(made[name] + more[name], 1) for name in sums},
+        "outcomes": dict(outcomes.most_common()),
+        "failures": [*made["failures"], *more["failures"]],
+    }
+
+
+def earlier(file: str, first: int) -> dict[str, Any] | None:
+    """The results of a run that was stopped, if it has saved any."""
+    path = pathlib.Path(file)
+    if not path.exists():
+        return None
+    saved = json.loads(path.read_text())
+    # What another JAX or another halfstep made of a program says nothing about these.
+    now = report(MODULE, {}, packages=())["versions"]
+    changed = {
+        name: (saved["versions"].get(name), version)
+        for name, version in now.items()
+        if saved["versions"].get(name) != version
+    }
+    if changed or saved["programs"]["first_seed"] != first:
+        raise SystemExit(
+            f"{file} must be of the same versions and begin at seed {first} to be resumed; got "
+            f"seed {saved['programs']['first_seed']}, and versions (then, now) {changed}. Start "
+            "anew without --resume, or pass --first."
+        )
+    return {name: saved[name] for name in ("programs", "planted")}
 
 
 def planted(first: int, count: int, processes: int) -> list[dict[str, Any]]:
@@ -140,19 +184,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--first", type=int, default=1_000_000, help="the first seed")
     options.add_argument("--run", type=float, default=0.5, help="share that is run (0.5)")
     options.add_argument("--planted", type=int, default=0, help="programs to plant errors in")
+    options.add_argument("--resume", action="store_true", help="go on with the run of FILE")
     options.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parsed = options.parse_args(argv)
+    if parsed.resume and parsed.json in (None, "-"):
+        options.error("--resume needs --json FILE, the file that it goes on with")
     # For the processes that are started: they import JAX, this one does not.
     os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=_FLAGS)
-    results = {
-        "programs": programs(parsed.first, parsed.count, parsed.run, parsed.processes),
-        "planted": planted(parsed.first, parsed.planted, parsed.processes)
-        if parsed.planted
-        else [],
-    }
-    results["bars"] = bars(results)
+    results = (earlier(parsed.json, parsed.first) if parsed.resume else None) or {"planted": []}
+    if parsed.planted:
+        results["planted"] = planted(parsed.first, parsed.planted, parsed.processes)
+    done = results["programs"]["programs"] if "programs" in results else 0
+    for block in range(done, parsed.count, BLOCK):
+        count = min(BLOCK, parsed.count - block)
+        more = programs(parsed.first + block, count, parsed.run, parsed.processes)
+        results["programs"] = added(results["programs"], more) if block else more
+        results["bars"] = bars(results)
+        if parsed.json != "-":
+            write(report(MODULE, results, packages=("numpy", "scipy")), parsed.json)
     made = results["programs"]
-    print(f"{made['programs']} programs, {made['compared']} compared, {made['run']} of them run")
+    each = made["seconds"] / max(made["programs"], 1)
+    print(
+        f"{made['programs']} programs, {made['compared']} compared, {made['run']} of them run, "
+        f"{each:.2f} seconds each"
+    )
     print(
         table(
             [{"n": n, "kind": kind} for kind, n in made["outcomes"].items()],
@@ -161,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if results["planted"]:
         print(table(results["planted"], {name: name for name in results["planted"][0]}))
-    write(report(MODULE, results, packages=("numpy", "scipy")), parsed.json)
+    if parsed.json == "-":
+        write(report(MODULE, results, packages=("numpy", "scipy")), parsed.json)
     return 0 if all(results["bars"].values()) else 1
 
 
