@@ -117,6 +117,7 @@ CONTRACTIONS = {
 }
 
 
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 FAST = (*((which, "f8") for which in CONTRACTIONS), ("plain", "mxfp8"), ("ragged", "mxfp8"))
 
 
@@ -151,11 +152,10 @@ def test_every_contraction(which: str, name: str):
 
 def operand_dtypes(func: Any, *args: Any) -> list[tuple[str, ...]]:
     jaxpr = jax.make_jaxpr(func)(*args)
-    names = ("dot_general", "ragged_dot_general", "conv_general_dilated")
     return [
         tuple(var.aval.dtype.name for var in eqn.invars[:2])
         for eqn in equations(jaxpr)
-        if eqn.primitive.name in names
+        if eqn.primitive.name in PRODUCTS
     ]
 
 
@@ -174,6 +174,28 @@ def test_a_convolution_has_one_dtype():
     w, x = normal(0, *of_weight), normal(1, *of_input)
     low = halfstep.autocast(lambda w, x: jnp.sum(func(w, x) ** 2), "f8")
     assert operand_dtypes(jax.grad(low, argnums=(0, 1)), w, x) == [("float8_e4m3fn",) * 2] * 3
+
+
+@pytest.mark.parametrize(
+    ("func", "of_weight", "of_input"),
+    [
+        (lambda w, x: ragged(x, w), (48, 64), (4, 64, 32)),
+        (lambda w, x: conv(x, w), (16, 16, 8, 8), (32, 16, 3, 3)),
+    ],
+    ids=["ragged", "convolution"],
+)
+def test_a_parameter_that_is_the_first_factor_stays_in_16_bits(
+    func: Any, of_weight: tuple[int, ...], of_input: tuple[int, ...]
+):
+    """Recipes scale the second factor of these two as a weight, and know no other."""
+    w, x = normal(0, *of_weight), normal(1, *of_input)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(func(w, x) ** 2)
+
+    found = operand_dtypes(jax.grad(halfstep.autocast(loss, "f8"), argnums=(0, 1)), w, x)
+    assert found == [("bfloat16",) * 2] * 3
+    assert refusals(loss, w, x)[0].startswith("a parameter that is the first factor of")
 
 
 def mlp(params: Any, x: Any) -> Any:
@@ -252,7 +274,7 @@ def refusals(loss: Any, params: Any, *args: Any, policy: Any = "f8") -> list[str
     return [
         plan.decisions[index].refusal or "in few bits"
         for plan, index in decided(call.plan)
-        if plan.graph.nodes[index].name in ("dot_general", "conv_general_dilated")
+        if plan.graph.nodes[index].name in PRODUCTS
     ]
 
 

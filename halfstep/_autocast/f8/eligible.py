@@ -106,6 +106,9 @@ def _adapted(node: Node, recipe: Recipe, avals: Sequence[ShapedArray]) -> Recipe
 def _sizes(node: Node, avals: Sequence[ShapedArray], weight: int) -> tuple[int, ...] | str:
     """Of what is summed, and of the weight's own."""
     shape = avals[weight].shape
+    if node.primitive is not jax.lax.dot_general_p and weight == 0:
+        # Of these, dimensions are those of a kernel or of a stack of matrices: the second factor.
+        return f"a parameter that is the first factor of `{node.name}`"
     if node.name == "conv_general_dilated":
         spec = node.params["dimension_numbers"]
         if node.params["feature_group_count"] != 1 or node.params["batch_group_count"] != 1:
