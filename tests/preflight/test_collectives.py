@@ -124,6 +124,16 @@ def test_counts_by_hand(line: str, expected: list[Collective]):
             Collective("all-reduce", "float32", 40, 1),
         ),
         (
+            f"((f32[8]), f32[8]) all-reduce-start(%x), {GROUPS}, to_apply=%add",
+            "f32[8] all-reduce-done(%c)",
+            Collective("all-reduce", "float32", 32, 1),
+        ),
+        (
+            f"((f32[8], f32[2]), (f32[8], f32[2])) all-reduce-start(%x, %s), {GROUPS}",
+            "(f32[8], f32[2]) all-reduce-done(%c)",
+            Collective("all-reduce", "float32", 40, 1),
+        ),
+        (
             f"((f32[8]), f32[2]) reduce-scatter-start(%x), {GROUPS}, to_apply=%add",
             "f32[2] reduce-scatter-done(%c)",
             Collective("reduce-scatter", "float32", 32, 1),
@@ -139,7 +149,7 @@ def test_counts_by_hand(line: str, expected: list[Collective]):
             Collective("reduce-scatter", "float32", 32, 1),
         ),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_a_start_and_its_done_count_once(start: str, done: str, expected: Collective):
     wrapped = f"""

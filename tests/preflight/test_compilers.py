@@ -116,9 +116,10 @@ def _sharded(entry: halfstep.PreflightEntry, args: Any, facts: dict[str, Any]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "baseline"), [("vit", 1732), ("vit_mpx", 1009)], ids=["f32", "mpx"]
+    ("case", "baseline"), [("vit", 2051), ("vit_mpx", 1105)], ids=["f32", "mpx"]
 )
 def test_the_papers_desktop_vit_on_an_h100(case: str, baseline: int):
+    """With XLA of JAX 0.12; that of JAX 0.10.2 takes 1,732 and 1,009 MiB for the same steps."""
     need("cuda")
     step, args, donated = getattr(_cases, case)(256)
     entry = halfstep.preflight(step, args, targets="h100", donate_argnums=donated)["h100"]

@@ -223,16 +223,21 @@ class Instruction:
         """The arrays the operation produces; of a `-start` form without what it carries along."""
         shape = self.shape
         if self.opcode.endswith("-start") and isinstance(shape, Tuple):
-            # copy-start is (destination, source, context), all-reduce-start is the result itself,
-            # and all the others are (operands, results, context...).
-            if self.opcode == "copy-start":
-                shape = shape.elements[0]
-            elif self.opcode != "all-reduce-start":
-                if len(shape.elements) < 2:
+            # copy-start is (destination, source, context), and the others are (operands, results,
+            # context...). all-reduce-start was the results alone until XLA of JAX 0.12, which
+            # writes its operands as a tuple also where there is one.
+            parts = shape.elements
+            alone = self.opcode == "all-reduce-start" and not any(
+                isinstance(part, Tuple) for part in parts
+            )
+            if self.opcode == "copy-start" and parts:
+                shape = parts[0]
+            elif not alone:
+                if len(parts) < 2:
                     raise self.error(
                         f"operands and results in the shape of a {self.opcode}, not {shape}"
                     )
-                shape = shape.elements[1]
+                shape = parts[1]
         return tuple(leaves(shape))
 
     @cached_property
