@@ -44,14 +44,18 @@ _FLAGS = (
 
 def _programs(seeds: Sequence[int], run: float) -> list[dict[str, Any]]:
     """Some programs, in this process."""
-    from tests.fuzz._run import QUESTIONS, outcome
+    from tests.fuzz._run import QUESTIONS, Outcome, outcome
 
     rows = []
     for seed in seeds:
         # By the seed, so that a program fails again when it is run alone.
         questions = QUESTIONS if (seed * 2654435761 % 2**32) / 2**32 < run else QUESTIONS[:1]
         start = time.perf_counter()
-        made = outcome(seed, questions, shrink=60)
+        try:
+            made = outcome(seed, questions, shrink=60)
+        except Exception as error:  # A fault of the oracle ends its own program, not the run.
+            text = f"the oracle raised {type(error).__name__}: {error}"[:300]
+            made = Outcome(seed, text, failed=True)
         rows.append({**dataclasses.asdict(made), "seconds": time.perf_counter() - start})
     return rows
 

@@ -13,7 +13,7 @@ what is tested.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +23,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from halfstep._base.jaxprs import ClosedJaxpr
+from halfstep._base.jaxprs import ClosedJaxpr, jaxprs_in
 from halfstep._program import structures
 from halfstep._program.control_flow import bind_again, structure_of
-from tests._jaxprs import equations
 from tests.fuzz._numpy import EXACT_MOVES, RULES
 from tests.fuzz._program import is_key, is_key_dtype
 
@@ -34,6 +33,8 @@ Round = Callable[[np.ndarray, np.dtype, int], np.ndarray]
 """What becomes of a result, given its declared dtype and how many terms were added."""
 _NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _OWN = ("halfstep_contraction", "halfstep_difference", "halfstep_linear")
+_SMALL = 64
+"""The size of an array that is written into a program, up to which its numbers are looked at."""
 _PRECISIONS = {(8, 7): np.dtype(jnp.bfloat16), (5, 10): np.dtype(np.float16)}
 
 
@@ -131,12 +132,14 @@ class Evaluator:
         values: dict[Any, Any] = {}
 
         def read(atom: Any) -> Any:
-            return self._literal(atom) if isinstance(atom, core.Literal) else values[atom]
+            if isinstance(atom, core.Literal):
+                return self._unrounded(atom.val, atom.aval.dtype)  # type: ignore[attr-defined]
+            return values[atom]
 
         # Avals have shapes and dtypes; JAX declares neither.
         jaxpr: Any = program.jaxpr
         for variable, value in zip(jaxpr.constvars, program.consts, strict=True):
-            values[variable] = _constant(value, variable.aval.dtype)
+            values[variable] = self._unrounded(value, variable.aval.dtype)
         values.update(zip(jaxpr.invars, arguments, strict=True))
         for equation in jaxpr.eqns:
             results = self._equation(equation, [read(atom) for atom in equation.invars])
@@ -150,18 +153,22 @@ class Evaluator:
                 values[variable] = result
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _literal(self, literal: Any) -> Any:
-        dtype = literal.aval.dtype
-        value = _constant(literal.val, dtype)
-        if value.shape or dtype not in _NARROW:
+    def _unrounded(self, value: Any, dtype: Any) -> Any:
+        """A constant as it was before it was rounded to 16 bits."""
+        value = _constant(value, dtype)
+        if not isinstance(value, np.ndarray) or dtype not in _NARROW or value.size > _SMALL:
             return value
-        was = self.constants.get((dtype, float(value)), {float(value)})
+        flat = [self._number(number, dtype) for number in value.ravel().tolist()]
+        return np.asarray(flat, value.dtype).reshape(value.shape)
+
+    def _number(self, value: float, dtype: Any) -> float:
+        was = self.constants.get((dtype, value), {value})
         if 0.0 in was:
             # What else becomes zero is below 1e-38.
-            return np.asarray(0.0)
+            return 0.0
         if len(was) > 1:
-            raise Unsupported(f"{float(value)} was one of {sorted(was)}")
-        return np.asarray(next(iter(was)))
+            raise Unsupported(f"{value} was one of {sorted(was)}")
+        return next(iter(was))
 
     def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
@@ -289,22 +296,36 @@ def constants_of(program: ClosedJaxpr) -> dict[tuple[Any, float], set[float]]:
     that no cast is left which could be taken away.
     """
     found: dict[tuple[Any, float], set[float]] = {}
-    for equation in equations(program):
-        for atom in equation.invars:
-            aval: Any = atom.aval
-            if isinstance(atom, core.Literal) and aval.dtype == np.float32:
-                value = np.asarray(atom.val, np.float32)
-                for dtype in _NARROW if not value.shape else ():
-                    with np.errstate(all="ignore"):
-                        rounded = float(value.astype(dtype))
-                    found.setdefault((dtype, rounded), set()).add(float(value))
+    for value in _written(program):
+        for dtype in _NARROW:
+            with np.errstate(all="ignore"):
+                rounded = value.astype(dtype).astype(np.float64)
+            for narrow, wider in zip(rounded.ravel().tolist(), value.ravel().tolist(), strict=True):
+                found.setdefault((dtype, narrow), set()).add(wider)
     return found
+
+
+def _written(program: ClosedJaxpr) -> Iterator[np.ndarray]:
+    """The float32 numbers and small arrays that are written into a program."""
+    for value in program.consts:
+        if not isinstance(value, Tracer) and not is_key(value):
+            array = np.asarray(value)
+            if array.dtype == np.float32 and array.size <= _SMALL:
+                yield array
+    for equation in program.jaxpr.eqns:
+        for atom in equation.invars:
+            if isinstance(atom, core.Literal) and atom.aval.dtype == np.float32:  # type: ignore[attr-defined]
+                yield np.asarray(atom.val, np.float32)
+        for inner in jaxprs_in(equation.params):
+            yield from _written(inner)
 
 
 def _constant(value: Any, dtype: Any) -> Any:
     """A value that is written into a program, which may have it in more digits than its dtype."""
-    if is_key_dtype(dtype) or isinstance(value, Tracer):
+    if is_key_dtype(dtype):
         return value
+    if isinstance(value, Tracer):
+        return jax.lax.convert_element_type(value, wide(dtype))
     return held(np.asarray(value).astype(dtype))
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fuzz._evaluate import Evaluator, at_random, moved
+from tests.fuzz._evaluate import Evaluator, at_random, constants_of, moved
 from tests.fuzz._oracle import as_users_have_it, make_case
 from tests.fuzz._program import Program, Statement
 from tests.fuzz._run import found, outcome
@@ -112,3 +112,16 @@ def test_a_statement_reads_as_python() -> None:
         "    a1, = jax.jit(f0_0)(a0)\n"
         "    return (a1, )"
     )
+
+
+def test_an_array_of_the_program_counts_as_it_was_before_it_was_rounded() -> None:
+    numbers = jnp.asarray([0.3, -1.1], jnp.float32)
+    narrow = numbers.astype(jnp.float16)
+    with as_users_have_it():
+        plain = jax.make_jaxpr(lambda x: x * numbers)(jnp.ones(2))
+        low = jax.make_jaxpr(lambda x: x * narrow)(jnp.ones(2))
+    want = np.asarray(numbers, np.float64)
+    (rounded,) = Evaluator()(low, [jnp.ones(2)])
+    (exact,) = Evaluator(constants=constants_of(plain))(low, [jnp.ones(2)])
+    np.testing.assert_array_equal(exact, want)
+    assert np.abs(rounded - want).max() > 1e-5
