@@ -3,12 +3,14 @@
     python -m benchmarks.ecosystem --json FILE [PROGRAM ...]
 
 Each program is tiny, unmodified, and runs in a process of its own. A program whose package is not
-installed is left out. Needs the group `ecosystem`, in an environment of its own.
+installed is left out. A run that was interrupted goes on with `--resume`. Needs the group
+`ecosystem`, in an environment of its own.
 """
 
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,6 +37,8 @@ def measured(name: str, package: str, seconds: int, *, fault: bool) -> dict[str,
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        # Otherwise a solver raises where a step with too high a loss scale is to be skipped.
+        "EQX_ON_ERROR": "nan",
         "KERAS_BACKEND": "jax",
         "XLA_FLAGS": _FLAGS,
     }
@@ -101,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("programs", nargs="*", help="which of them (all)")
     options.add_argument("--seconds", type=int, default=SECONDS, help="at most, of each")
     options.add_argument("--no-fault", action="store_true", help="plant no faults")
+    options.add_argument(
+        "--resume", action="store_true", help="keep the rows that the file of --json has"
+    )
     parsed = options.parse_args(argv)
     from tests.ecosystem._examples import EXAMPLES
 
@@ -108,18 +115,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     there = [
         one for one in chosen if all(importlib.util.find_spec(module) for module in one.modules)
     ]
-    rows = []
+    packages = tuple(dict.fromkeys(example.package for example in there))
+    kept = _kept(parsed.json) if parsed.resume else {}
+    rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {}
     for example in tqdm(there, desc="programs", disable=None):
+        row = kept.get(example.name)
         rows.append(
-            measured(example.name, example.package, parsed.seconds, fault=not parsed.no_fault)
+            row
+            or measured(example.name, example.package, parsed.seconds, fault=not parsed.no_fault)
         )
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    packages = tuple(dict.fromkeys(example.package for example in there))
-    results = {"rows": rows, "packages": versions(*packages), "bars": bars(rows)}
+        # After each, so that nothing is lost.
+        results = {"rows": rows, "packages": versions(*packages), "bars": bars(rows)}
+        if parsed.json != "-":
+            write(report(MODULE, results, packages=()), parsed.json)
     made = [shown(row) for row in rows]
     print(table(made, {name: name for name in made[0]}) if made else "no package is installed")
-    write(report(MODULE, results, packages=()), parsed.json)
-    return 0 if all(results["bars"].values()) else 1
+    if parsed.json == "-":
+        write(report(MODULE, results, packages=()), parsed.json)
+    return 0 if rows and all(results["bars"].values()) else 1
+
+
+def _kept(path: str | None) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier run, but not of programs that failed as a whole."""
+    if path in (None, "-") or not pathlib.Path(path).exists():
+        return {}
+    rows = json.loads(pathlib.Path(path).read_text())["rows"]
+    return {row["name"]: row for row in rows if "failed" not in row}
 
 
 if __name__ == "__main__":

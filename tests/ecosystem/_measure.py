@@ -137,15 +137,19 @@ def measure(example: Example, *, fault: bool = True) -> dict[str, Any]:
         example: The program.
         fault: Whether a fault is planted and looked for as well.
     """
+    begun = time.process_time()
     subject = Subject(example)
     row: dict[str, Any] = {"name": example.name, "package": example.package}
     row |= {"note": example.note, "loss": float(subject.value)}
+    seconds = {"f32": time.process_time() - begun}
 
     def attempt(name: str, figure: Callable[[], Any]) -> None:
+        begun = time.process_time()
         try:
             row[name] = figure()
         except Exception as error:
             row[name] = f"{type(error).__name__}: {str(error).strip()}"[:300]
+        seconds[name] = round(time.process_time() - begun, 2)
 
     attempt("bf16", lambda: gradient_error(subject, "bf16"))
     attempt("bf16_inputs", lambda: gradient_error(subject, "bf16:inputs"))
@@ -156,7 +160,7 @@ def measure(example: Example, *, fault: bool = True) -> dict[str, Any]:
     attempt("tracing", lambda: tracing_ratio(subject))
     if fault:
         attempt("fault", lambda: planted_fault(subject))
-    return row
+    return {**row, "seconds": seconds}
 
 
 def _share(subject: Subject) -> float:

@@ -22,7 +22,7 @@ class Example:
         package: The distribution it comes from.
         modules: What is imported for it.
         make: Makes the loss, its parameters and its data.
-        without: Policies under which the package itself raises.
+        without: Policies under which the package itself raises, unless `EQX_ON_ERROR` is "nan".
         note: What a reader of its row should know.
     """
 
@@ -48,7 +48,7 @@ class Registry:
         Args:
             package: The distribution.
             modules: What is imported; the package itself, unless it is named otherwise.
-            without: Policies under which the package itself raises.
+            without: Policies under which the package itself raises, unless `EQX_ON_ERROR` is "nan".
             note: For the row of the program.
         """
 

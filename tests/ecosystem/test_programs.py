@@ -1,6 +1,7 @@
 """Other people's programs: each traces, differentiates, and is as exact as 16 bits can be."""
 
 import importlib.util
+import os
 
 import pytest
 
@@ -27,8 +28,9 @@ def test_it_is_traced_and_differentiated(example: Example, monkeypatch: pytest.M
     # Keras reads it when it is imported.
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     row = measure(example, fault=False)
+    raises = example.without if os.environ.get("EQX_ON_ERROR") != "nan" else ()
     for policy in ("bf16", "f16"):
-        assert isinstance(row[policy], float) == (policy not in example.without), row
+        assert isinstance(row[policy], float) == (policy not in raises), row
     assert row["bf16"] < ROUGH
     if isinstance(row["bf16_inputs"], float) and row["inputs_run_low"] is True:
         # One sample of a rounding error: as good as casting inputs within its spread.
