@@ -3,8 +3,9 @@
     python -m benchmarks.ecosystem --json FILE [PROGRAM ...]
 
 Each program is tiny, unmodified, and runs in a process of its own. A program whose package is not
-installed is left out. A run that was interrupted goes on with `--resume`. Needs the group
-`ecosystem`, in an environment of its own.
+installed is left out. `--resume` keeps the rows that FILE has: of a run that was interrupted, or
+that was made in another environment. Needs the group `ecosystem`, in an environment of its own, and
+`ecosystem-oldest` in another.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks._report import parser, report, table, versions, write
+from benchmarks._report import parser, report, table, write
 
 MODULE = "benchmarks.ecosystem"
 SECONDS = 600
@@ -112,29 +113,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tests.ecosystem._examples import EXAMPLES
 
     chosen = [EXAMPLES[name] for name in parsed.programs] or list(EXAMPLES.values())
-    there = [
-        one for one in chosen if all(importlib.util.find_spec(module) for module in one.modules)
-    ]
-    packages = tuple(dict.fromkeys(example.package for example in there))
     kept = _kept(parsed.json) if parsed.resume else {}
     rows: list[dict[str, Any]] = []
-    results: dict[str, Any] = {}
-    for example in tqdm(there, desc="programs", disable=None):
-        row = kept.get(example.name)
-        rows.append(
-            row
-            or measured(example.name, example.package, parsed.seconds, fault=not parsed.no_fault)
-        )
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        # After each, so that nothing is lost.
-        results = {"rows": rows, "packages": versions(*packages), "bars": bars(rows)}
-        if parsed.json != "-":
-            write(report(MODULE, results, packages=()), parsed.json)
-    made = [shown(row) for row in rows]
-    print(table(made, {name: name for name in made[0]}) if made else "no package is installed")
-    if parsed.json == "-":
-        write(report(MODULE, results, packages=()), parsed.json)
-    return 0 if rows and all(results["bars"].values()) else 1
+    for example in tqdm(chosen, desc="programs", disable=None):
+        if example.name in kept:
+            rows.append(kept[example.name])
+        elif all(importlib.util.find_spec(module) for module in example.modules):
+            made = measured(
+                example.name, example.package, parsed.seconds, fault=not parsed.no_fault
+            )
+            rows.append(made)
+            print(json.dumps(made), file=sys.stderr, flush=True)
+            # After each program, so that nothing is lost.
+            results = {"rows": rows, "bars": bars(rows)}
+            write(report(MODULE, results, packages=()), None if parsed.json == "-" else parsed.json)
+    results = {"rows": rows, "bars": bars(rows)}
+    lines = [shown(row) for row in rows]
+    print(table(lines, {name: name for name in lines[0]}) if lines else "no package is installed")
+    write(report(MODULE, results, packages=()), parsed.json)
+    return 0 if all(results["bars"].values()) else 1
 
 
 def _kept(path: str | None) -> dict[str, dict[str, Any]]:

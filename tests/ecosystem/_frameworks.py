@@ -270,7 +270,7 @@ def keras_mobilenet() -> Made:
 
 @FRAMEWORKS.add("equimo")
 def equimo_vision_transformer() -> Made:
-    models, numbers = import_module("equimo.models"), Numbers()
+    models, numbers = import_module("equimo.vision.models"), Numbers()
     model = models.VisionTransformer(
         img_size=16,
         in_channels=3,

@@ -1,5 +1,6 @@
 """One program of another package under every policy, by numbers."""
 
+import importlib.metadata
 import time
 from collections.abc import Callable
 from typing import Any
@@ -140,8 +141,9 @@ def measure(example: Example, *, fault: bool = True) -> dict[str, Any]:
     begun = time.process_time()
     subject = Subject(example)
     row: dict[str, Any] = {"name": example.name, "package": example.package}
+    row |= {"version": importlib.metadata.version(example.package), "jax": jax.__version__}
     row |= {"note": example.note, "loss": float(subject.value)}
-    seconds = {"f32": time.process_time() - begun}
+    seconds = {"f32": round(time.process_time() - begun, 2)}
 
     def attempt(name: str, figure: Callable[[], Any]) -> None:
         begun = time.process_time()
