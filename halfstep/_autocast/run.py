@@ -25,7 +25,15 @@ from halfstep._autocast.recompute import (
     signature,
 )
 from halfstep._base import Rounding, cast, representable, settled, widened
-from halfstep._program import Constant, Interpreter, Node, Operand, bind_again
+from halfstep._program import (
+    Constant,
+    Interpreter,
+    LinearSolve,
+    Node,
+    Operand,
+    as_linear_as_said,
+    bind_again,
+)
 
 _RUNNERS = MappingProxyType({**nested.RUNNERS, **custom_rules.RUNNERS})
 # Arithmetic of two operands, of which one may have dimensions of size 1.
@@ -224,6 +232,9 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
     if decision.rule is Rule.FOLLOW and node.name in CONTRACTIONS:
         # The product only picks. In the default precision accelerators round float32 factors.
         params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    if node.name in LinearSolve.names and plan.settings.compute == np.float16:
+        # bfloat16 overflows where float32 does: there, the function is as it was written.
+        params = as_linear_as_said(params, len(operands))
     return bind_again(node.primitive, params, operands)
 
 

@@ -1,6 +1,7 @@
 """A traced program as a graph, and how the installed JAX writes its loops, branches and calls."""
 
 from halfstep._program.control_flow import (
+    as_linear_as_said as as_linear_as_said,
     bind_again as bind_again,
     equations as equations,
     functions_in as functions_in,
@@ -35,6 +36,7 @@ from halfstep._program.structures import (
     CustomVmap as CustomVmap,
     Inner as Inner,
     Jit as Jit,
+    LinearSolve as LinearSolve,
     Opaque as Opaque,
     Remat as Remat,
     Scan as Scan,

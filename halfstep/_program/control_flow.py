@@ -7,12 +7,15 @@ and never look at those parameters themselves, so that a rename is one edit here
 `tests/program/test_control_flow.py` walks every row against the installed JAX.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend import core
 
@@ -277,3 +280,37 @@ def bind_again(
     # the primitive itself knows how to go back.
     results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
     return list(results) if primitive.multiple_results else [results]
+
+
+def as_linear_as_said(params: Mapping[str, Any], operands: int) -> dict[str, Any]:
+    """Return the parameters of a `custom_linear_solve` whose solvers keep what is not finite.
+
+    The solution for a right-hand side with an infinity or a NaN is not finite. Conjugate gradients
+    and similar solvers return zeros for it: they start from zeros and iterate while the residual is
+    larger than a tolerance, and no comparison with an infinite tolerance or with NaN holds. An
+    overflow of float16 before the solve would then go unnoticed, and the step would be taken with a
+    wrong gradient instead of being skipped.
+
+    Args:
+        params: As an equation has them.
+        operands: How many operands the equation has.
+    """
+    found = _Parameters("custom_linear_solve", params)
+    sides = operands - found.read("const_lengths", sum)
+
+    def kept(solver: ClosedJaxpr) -> ClosedJaxpr:
+        def solve(*args: Any) -> list[Any]:
+            results = core.jaxpr_as_fun(solver)(*args)
+            # Zero, or NaN: a linear function, as JAX transposes it. Where a batch is solved as one
+            # system, all rows become NaN.
+            zeros = [jnp.sum(0 * side) for side in args[-sides:]]
+            wrong = functools.reduce(operator.add, zeros)
+            solved = [result + wrong.astype(result.dtype) for result in results[:sides]]
+            return [*solved, *results[sides:]]
+
+        return jax.make_jaxpr(solve)(*solver.in_avals)
+
+    jaxprs = found["jaxprs"]
+    solvers = {"solve": jaxprs.solve, "transpose_solve": jaxprs.transpose_solve}
+    changed = {name: kept(solver) for name, solver in solvers.items() if solver is not None}
+    return {**params, "jaxprs": jaxprs._replace(**changed)}
