@@ -139,7 +139,10 @@ def test_programs_of_other_packages_run_every_night():
     job = load(".github/workflows/nightly.yml")["jobs"]["ecosystem"]
     assert job["steps"][1]["with"]["python-version"] == TESTED_PYTHON[-1]
     assert "--require-hashes --requirement requirements/ecosystem.txt" in job["steps"][2]["run"]
-    assert job["steps"][3]["run"].startswith("python -m benchmarks.ecosystem")
+    assert (
+        "--require-hashes --requirement requirements/ecosystem-oldest.txt" in job["steps"][3]["run"]
+    )
+    assert job["steps"][4]["run"].startswith("python -m benchmarks.ecosystem --resume")
 
 
 # What may depend on the version of JAX: folders whose every test also runs on the oldest.
