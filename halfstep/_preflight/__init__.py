@@ -12,6 +12,8 @@ from halfstep._preflight.preflight_errors import (
     PreflightError as PreflightError,
 )
 from halfstep._preflight.report.changes import Change as Change
+from halfstep._preflight.report.peak import Peak as Peak, PeakBuffer as PeakBuffer
+from halfstep._preflight.report.peak_report import PeakReport as PeakReport
 from halfstep._preflight.report.preflight_comparison import (
     EntryComparison as EntryComparison,
     PreflightComparison as PreflightComparison,

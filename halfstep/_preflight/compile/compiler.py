@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,16 @@ _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 _LIBRARY = "--xla_gpu_enable_triton_gemm=false"
 
 _KEPT = 1024
-"""Answers in the cache; the ones used longest ago go first. One takes about 100 KB."""
+"""Answers in the cache; the ones used longest ago go first. One takes about 200 KB."""
+
+_ANSWER_VERSION = 2
+"""Raised when an answer holds more, so that those kept by an older halfstep are not taken."""
+
+_FILES = ("answer.json", "program.hlo.gz", "buffers.pb.gz")
+"""What a worker leaves, and what the cache keeps."""
+
+Answer = tuple[dict[str, Any], str, bytes]
+"""A compiler's figures, its program as text, and its buffer assignment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +54,8 @@ class CompilerAnswer:
     flags: tuple[str, ...]
     gemm: str | None
     versions: Mapping[str, str]
+    buffers: bytes = dataclasses.field(default=b"", repr=False)
+    """The compiler's buffer assignment (`xla.HloProto`); empty if it has written none."""
     exceeded: str | None = None
     """The compiler's own words, if it gave up because the device's memory is too small."""
 
@@ -64,14 +76,16 @@ def compile_program(
     if program.platform == "cuda":
         made = gemm
         given = (_NO_AUTOTUNING, *((_LIBRARY,) if gemm == "library" else ()), *given)
-    answer, hlo = _ask(program, target, given, versions, timeout, cache)
+    answer, hlo, buffers = _ask(program, target, given, versions, timeout, cache)
     failure = answer.get("error")
     if failure is None:
-        return CompilerAnswer(answer["memory"], answer["estimates"], hlo, given, made, versions)
+        return CompilerAnswer(
+            answer["memory"], answer["estimates"], hlo, given, made, versions, buffers
+        )
     # XLA:TPU does not finish a program that is too large. That is an answer, and not an error.
     if exceeds_memory(failure):
         return CompilerAnswer(
-            {}, {}, "", given, made, versions, exceeded=_first_lines(failure, 2).rstrip(".")
+            {}, {}, "", given, made, versions, buffers, _first_lines(failure, 2).rstrip(".")
         )
     with_flags = f" with {' '.join(given)}" if given else ""
     raise RefusedError(
@@ -117,7 +131,7 @@ def _ask(
     versions: Mapping[str, str],
     timeout: float | None,
     cache: bool,
-) -> tuple[dict[str, Any], str]:
+) -> Answer:
     request = {
         "platform": program.platform,
         "axes": program.axes,
@@ -137,6 +151,7 @@ def _ask(
             "request": request,
             "flags": flags,
             "versions": dict(versions),
+            "answer": _ANSWER_VERSION,
         }
     )
     if cache and (kept := load_answer(name)) is not None:
@@ -145,21 +160,21 @@ def _ask(
         folder = pathlib.Path(place)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.bin").write_bytes(program.serialized)
-        code = _run(folder, _environment(program.platform, flags), timeout, target)
+        code = _run(folder, _environment(program.platform, flags, folder), timeout, target)
         if not (folder / "answer.json").exists():
             raise PreflightError(_died(code, folder, target))
         answer = json.loads((folder / "answer.json").read_text())
         # What failed is not kept: the next attempt may be on a machine that has what this one
         # lacked.
         if "error" in answer:
-            return answer, ""
+            buffers = folder / "buffers.pb.gz"
+            return answer, "", gzip.decompress(buffers.read_bytes()) if buffers.exists() else b""
         if cache:
             save_answer(name, folder)
-        with gzip.open(folder / "program.hlo.gz", "rt") as file:
-            return answer, file.read()
+        return _read(folder)
 
 
-def _environment(platform: str, flags: tuple[str, ...]) -> dict[str, str]:
+def _environment(platform: str, flags: tuple[str, ...], folder: pathlib.Path) -> dict[str, str]:
     """An environment in which the compiler works and no device is looked for."""
     ours = {
         name: value
@@ -171,9 +186,12 @@ def _environment(platform: str, flags: tuple[str, ...]) -> dict[str, str]:
     # 64-bit types are on because the arguments of a program that has them would be taken for 32-bit
     # ones otherwise; programs that have none do not change.
     ours |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    # Dumps change nothing of what is compiled, and are the only way to the buffer assignment.
+    dump = (f"--xla_dump_to={folder / 'dump'}", "--xla_dump_hlo_as_proto")
     if platform == "cuda":
-        return ours | {"XLA_FLAGS": " ".join(flags), "CUDA_VISIBLE_DEVICES": ""}
+        return ours | {"XLA_FLAGS": " ".join((*dump, *flags)), "CUDA_VISIBLE_DEVICES": ""}
     return ours | {
+        "XLA_FLAGS": " ".join(dump),
         "LIBTPU_INIT_ARGS": " ".join(flags),
         # libtpu would ask the cloud's metadata server which TPU this machine has.
         "TPU_SKIP_MDS_QUERY": "1",
@@ -263,18 +281,22 @@ def cache_key(question: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 
-def load_answer(name: str) -> tuple[dict[str, Any], str] | None:
-    """An answer and its program, or `None`; an entry that cannot be read counts as absent."""
+def load_answer(name: str) -> Answer | None:
+    """An answer, or `None`; an entry that cannot be read counts as absent."""
     entry = cache_dir() / name
     try:
-        answer = json.loads((entry / "answer.json").read_text())
-        with gzip.open(entry / "program.hlo.gz", "rt") as file:
-            text = file.read()
+        answer = _read(entry)
         # The time of last use decides which entries are removed.
         os.utime(entry)
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, zlib.error):
         return None
-    return answer, text
+    return answer
+
+
+def _read(folder: pathlib.Path) -> Answer:
+    answer = json.loads((folder / "answer.json").read_text())
+    text, buffers = (gzip.decompress((folder / name).read_bytes()) for name in _FILES[1:])
+    return answer, text.decode(), buffers
 
 
 def save_answer(name: str, folder: pathlib.Path) -> None:
@@ -286,7 +308,7 @@ def save_answer(name: str, folder: pathlib.Path) -> None:
         # of them renames first, this fails with an OSError, and the same answer is there anyway.
         staging = pathlib.Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
         try:
-            for file in ("answer.json", "program.hlo.gz"):
+            for file in _FILES:
                 shutil.copy(folder / file, staging / file)
             shutil.rmtree(cache / name, ignore_errors=True)
             staging.rename(cache / name)

@@ -2,8 +2,9 @@
 
 Run as a script with a folder as its argument, by `compiler.py`. It imports nothing but JAX: the
 environment in which the compilers work (platforms, flags, libtpu's lock) is not one in which
-anybody wants to compute. It reads `request.json` and `program.bin` and writes `answer.json` and
-`program.hlo.gz`; only numbers and text come back, nothing that would be executed.
+anybody wants to compute. It reads `request.json` and `program.bin` and writes `answer.json`,
+`program.hlo.gz` and `buffers.pb.gz`; only numbers, text and the compiler's buffer assignment come
+back, nothing that would be executed.
 """
 
 import gzip
@@ -106,19 +107,32 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
     return answer, compiled.as_text() or ""
 
 
+def dumped(folder: pathlib.Path) -> bytes:
+    """The program with its buffer assignment, as the compiler has dumped it; empty if it has not.
+
+    Executables have a field for it, which neither compiler fills without a device.
+    """
+    files = folder.glob("dump/*jit_call*after_optimizations.hlo.pb")
+    return max((file.read_bytes() for file in files), key=len, default=b"")
+
+
 def main(folder: pathlib.Path) -> None:
     """Answer the request in a folder."""
     die_with_parent(folder)
     request = json.loads((folder / "request.json").read_text())
+    text = ""
     try:
         answer, text = compile_program(request, (folder / "program.bin").read_bytes())
-        with gzip.open(folder / "program.hlo.gz", "wt", compresslevel=1) as file:
-            file.write(text)
     except Exception as error:
         answer = {
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
         }
+    with gzip.open(folder / "program.hlo.gz", "wt", compresslevel=1) as file:
+        file.write(text)
+    # XLA:TPU dumps it also for a program that is too large for the device's memory.
+    with gzip.open(folder / "buffers.pb.gz", "wb", compresslevel=1) as file:
+        file.write(dumped(folder))
     partial = folder / "answer.json.partial"
     partial.write_text(json.dumps(answer))
     # Last, and at once: an answer that is there is complete.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 from halfstep._preflight.hlo.parser import Instruction
 from halfstep._program import Finder, Frame
@@ -29,35 +30,37 @@ class InstructionOrigin:
     source: str
 
 
-class Origins:
-    """Finds where instructions come from, by the tables at the head of a program's text."""
+class StackTables:
+    """Finds the user's line by the tables of files, locations and frames that a program has."""
 
-    def __init__(self, text: str):
-        head = text[: text.find("\nENTRY ")] if "\nENTRY " in text else ""
-        self._files = _names(head, "FileNames")
-        self._functions = _names(head, "FunctionNames")
-        self._locations = _rows(head, "FileLocations")
-        self._frames = _rows(head, "StackFrames")
-        # Newer compilers write the number of a parent plus one: the first frame has none.
-        first = self._frames.get(1, {})
+    def __init__(
+        self,
+        files: Mapping[int, str],
+        functions: Mapping[int, str],
+        locations: Mapping[int, Mapping[str, int]],
+        frames: Mapping[int, Mapping[str, int]],
+    ):
+        """Take the tables, each by the numbers of its rows, which begin with 1."""
+        self._files, self._functions = files, functions
+        self._locations, self._frames = locations, frames
+        # The text of newer compilers has the number of a parent plus one: the first frame has none.
+        first = frames.get(1, {})
         self._offset = 1 if first.get("parent_frame_id") == 1 else 0
         self._finder = Finder()
+        self._found: dict[int, str] = {}
 
-    def of(self, instruction: Instruction) -> InstructionOrigin:
-        """Find where an instruction comes from."""
-        metadata = instruction.attributes.get("metadata", "")
-        name = _OP_NAME.search(metadata)
-        return InstructionOrigin(_OURS.sub("", name[1]) if name else "", self._source(metadata))
+    def source(self, file: str, line: int, frame: int) -> str:
+        """The user's line, `train.py:12`; empty if it is not known.
 
-    def _source(self, metadata: str) -> str:
-        # Older compilers write file and line into every instruction, newer ones a number of a
-        # table.
-        inline = _FILE.search(metadata)
-        if inline:
-            frames = [Frame(inline[1], int(inline[2] or 0), "")]
-        else:
-            number = _FRAME.search(metadata)
-            frames = self._stack(int(number[1])) if number else []
+        Older compilers write file and line into every instruction, newer ones a number of a table.
+        """
+        if file:
+            return self._short([Frame(file, line, "")])
+        if frame not in self._found:
+            self._found[frame] = self._short(self._stack(frame))
+        return self._found[frame]
+
+    def _short(self, frames: list[Frame]) -> str:
         found = self._finder.choose(frames)
         return found.short if found.file else ""
 
@@ -73,6 +76,34 @@ class Origins:
             stack.append(Frame(file, location.get("line", 0), function))
             number = frame.get("parent_frame_id", 0) - self._offset
         return stack
+
+
+class Origins:
+    """Finds where instructions come from, by the tables at the head of a program's text."""
+
+    def __init__(self, text: str):
+        head = text[: text.find("\nENTRY ")] if "\nENTRY " in text else ""
+        self._stacks = StackTables(
+            _names(head, "FileNames"),
+            _names(head, "FunctionNames"),
+            _rows(head, "FileLocations"),
+            _rows(head, "StackFrames"),
+        )
+
+    def of(self, instruction: Instruction) -> InstructionOrigin:
+        """Find where an instruction comes from."""
+        metadata = instruction.attributes.get("metadata", "")
+        name = _OP_NAME.search(metadata)
+        file, frame = _FILE.search(metadata), _FRAME.search(metadata)
+        source = self._stacks.source(
+            file[1] if file else "", int(file[2] or 0) if file else 0, int(frame[1]) if frame else 0
+        )
+        return InstructionOrigin(without_call(name[1]) if name else "", source)
+
+
+def without_call(name: str) -> str:
+    """The name of an operation without what JAX writes around a step that is compiled."""
+    return _OURS.sub("", name)
 
 
 def _section(head: str, title: str) -> str:

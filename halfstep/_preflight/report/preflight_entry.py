@@ -7,16 +7,15 @@ from typing import Any
 from halfstep._preflight.compile.compiler import CompilerAnswer, required_bytes
 from halfstep._preflight.compile.lowering import Program
 from halfstep._preflight.hlo.analysis import Analysis, Collective, Contraction, analyze
+from halfstep._preflight.hlo.buffer_roles import TEMPORARIES as TEMPORARIES
 from halfstep._preflight.hlo.products import F8Count, Product, f8_count
+from halfstep._preflight.report.peak import CODE as CODE, OUTPUTS as OUTPUTS, Peak, make_peak
 from halfstep._preflight.report.roles import Argument, roles as bytes_by_role
 from halfstep._preflight.report.roofline import Roofline, roofline
 from halfstep._preflight.target.targets import Target
 from halfstep._version import __version__
 
-OUTPUTS = "outputs"
 PADDING = "layout padding"
-TEMPORARIES = "temporaries"
-CODE = "program code"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +61,9 @@ class PreflightEntry:
         program: A fingerprint of the program that the compiler was given. Two entries with the same
             one differ by what the compiler does. `None` as above.
         written: Bytes that the optimized program's kernels write, by dtype. `None` as above.
+        peak: What lies in memory at the peak, by role, scope and line, from the compiler's buffer
+            assignment; also of a step that a TPU's compiler gave up on. `None` as above, or if the
+            compiler does not say.
 
     Example:
         ```python
@@ -109,6 +111,7 @@ class PreflightEntry:
     arguments: tuple[Argument, ...] | None = dataclasses.field(default=None, repr=False)
     program: str | None = None
     written: Mapping[str, int] | None = None
+    peak: Peak | None = dataclasses.field(default=None, repr=False)
 
     @property
     def headroom(self) -> int | None:
@@ -197,6 +200,7 @@ def make_entry(
             roofline=None,
             estimates={},
             notes=(f"the compiler gave up: {compiled.exceeded}",),
+            peak=make_peak(compiled.buffers, arguments, on_tpu=True, peak_bytes=None),
         )
     given, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
     alias, temporary = said["alias_size_in_bytes"], said["temp_size_in_bytes"]
@@ -233,6 +237,13 @@ def make_entry(
         # The cost model of XLA:TPU says negative numbers of some programs.
         estimates={name: value for name, value in compiled.estimates.items() if value > 0},
         notes=tuple(_notes(analysis, said)),
+        peak=make_peak(
+            compiled.buffers,
+            arguments,
+            on_tpu=accelerator.platform == "tpu",
+            peak_bytes=peak,
+            code_bytes=code,
+        ),
     )
 
 

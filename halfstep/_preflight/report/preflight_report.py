@@ -7,6 +7,7 @@ from typing import Any
 from halfstep._base import Report, size
 from halfstep._explain import LintError
 from halfstep._preflight.preflight_errors import DoesNotFitError
+from halfstep._preflight.report.peak_report import PeakReport
 from halfstep._preflight.report.preflight_comparison import PreflightComparison, compared
 from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.rendering import detail, f8_miss, html, plot, table
@@ -52,6 +53,11 @@ class PreflightReport(Report):
         """The variants, in the order they were given."""
         return tuple(dict.fromkeys(entry.variant for entry in self.entries))
 
+    @property
+    def peak(self) -> PeakReport:
+        """What fills the peak of every entry: `print(report.peak)` shows the largest groups."""
+        return PeakReport(self.entries)
+
     def __getitem__(self, key: str | tuple[str, str]) -> PreflightEntry:
         target, variant = key if isinstance(key, tuple) else (key, None)
         found = [
@@ -79,7 +85,7 @@ class PreflightReport(Report):
 
     def detail(self) -> str:
         """Every figure of every entry, as text."""
-        return "\n\n".join(detail(entry) for entry in self.entries)
+        return "\n\n".join(f"{detail(entry)}\n\n{PeakReport((entry,))}" for entry in self.entries)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values."""

@@ -1,0 +1,239 @@
+"""Find which instructions write and read the memory that a value of a program lies in.
+
+A value passes through tuples, loops, branches and calls without being moved, and the instruction
+that XLA names as its definition is often only such a passage: what a scan stacks up for the
+backward pass is "defined" by the loop. The walk here goes on to the instructions that compute.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep._preflight.hlo.buffer_assignment import Graph, Node, ShapeIndex
+
+Position = tuple[Node, ShapeIndex]
+"""A place where a value is seen: an instruction, and where in its result."""
+
+# Their result is their operand, in the same memory.
+_SAME = frozenset({"bitcast", "opt-barrier", "domain", "add-dependency"})
+# Inside a kernel, or in a copy, these say nothing about where a value comes from.
+_TRIVIAL = _SAME | {"copy", "copy-start", "copy-done", "reshape", "transpose", "slice", "pad"}
+_FAR = 64
+"""Steps of a walk through trivial instructions; none of a real program is as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """An instruction that writes into a buffer.
+
+    Attributes:
+        node: The instruction, as it is scheduled: often a fusion.
+        origin: The operation that computes what is written; inside of a fusion, or before it.
+        in_loop: Whether it updates a part of the buffer in each iteration of a loop.
+    """
+
+    node: Node
+    origin: Node
+    in_loop: bool
+
+
+class BufferUses:
+    """Walks through a program, forward to readers and backward to writers."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._users: dict[int, list[tuple[Node, int]]] = defaultdict(list)
+        self._callers: dict[int, list[Node]] = defaultdict(list)
+        for node in graph.nodes.values():
+            for position, operand in enumerate(node.operands):
+                self._users[operand].append((node, position))
+            for computation in node.called:
+                self._callers[computation].append(node)
+
+    def inside(self, node: Node) -> tuple[Node, ...]:
+        """The instructions of a fusion, or the instruction itself."""
+        if node.opcode != "fusion":
+            return (node,)
+        return self._graph.members[node.called[0]]
+
+    def results(self, node: Node) -> tuple[Node, ...]:
+        """The instructions inside of a fusion that make its results, or the instruction itself."""
+        if node.opcode != "fusion":
+            return (node,)
+        root = self._root(node.called[0])
+        if root.opcode != "tuple":
+            return (root,)
+        return tuple(self._graph.nodes[operand] for operand in root.operands)
+
+    def writers(self, node: Node, index: ShapeIndex) -> tuple[Writer, ...]:
+        """Find what computes a value, those in loops first."""
+        found: dict[tuple[int, ShapeIndex], Writer] = {}
+        seen: set[tuple[int, ShapeIndex]] = set()
+        waiting = [(node, index)]
+        while waiting:
+            node, index = waiting.pop()
+            if (node.id, index) in seen:
+                continue
+            seen.add((node.id, index))
+            before = list(self._before(node, index))
+            waiting += before
+            if not before and node.opcode != "parameter":
+                found[node.id, index] = self._writer(node, index)
+        return tuple(sorted(found.values(), key=lambda one: not one.in_loop))
+
+    def readers(self, node: Node, index: ShapeIndex) -> tuple[Node, ...]:
+        """Find what reads a value, wherever it is passed on to."""
+        found: dict[int, Node] = {}
+        seen: set[tuple[int, ShapeIndex]] = set()
+        waiting = [(node, index)]
+        while waiting:
+            node, index = waiting.pop()
+            if (node.id, index) in seen:
+                continue
+            seen.add((node.id, index))
+            for user, operand in self._users[node.id]:
+                behind = self._behind(user, operand, index)
+                if behind is None:
+                    found[user.id] = user
+                else:
+                    waiting += behind
+            if self._graph.roots[node.computation] == node.id:
+                waiting += self._returned(node.computation, index)
+        return tuple(found.values())
+
+    def _behind(self, user: Node, operand: int, index: ShapeIndex) -> list[Position] | None:
+        """Where an instruction passes an operand on to; `None` if it reads it."""
+        match user.opcode:
+            case "get-tuple-element":
+                return [(user, index[1:])] if index[:1] == (user.element,) else []
+            case "tuple":
+                return [(user, (operand, *index))]
+            case "while":
+                return [(user, index), *((p, index) for p in self._parameters(user, 0))]
+            case "call" | "async-start":
+                return [(p, index) for p in self._parameters(user, operand)]
+            case "conditional":
+                if not operand:
+                    return None
+                called = user.called[operand - 1 : operand]
+                return [(p, index) for c in called for p in self._parameters_of(c, 0)]
+            case opcode if opcode in _SAME:
+                return [(user, index)] if not operand else []
+            case opcode if opcode.endswith(("-done", "-update")):
+                return [(user, self._done(user, index))]
+            case _:
+                return None
+
+    def _returned(self, computation: int, index: ShapeIndex) -> Iterator[Position]:
+        """Where the result of a computation is seen by those who call it."""
+        for caller in self._callers[computation]:
+            if caller.opcode == "while":
+                yield caller, index
+                yield from ((p, index) for p in self._parameters(caller, 0))
+            elif caller.opcode in ("call", "conditional"):
+                yield caller, index
+            elif caller.opcode == "async-start":
+                yield caller, (1, *index)
+
+    def _before(self, node: Node, index: ShapeIndex) -> Iterator[Position]:
+        """Where a value is that an instruction only passes on; nothing if it computes it."""
+        nodes = self._graph.nodes
+        match node.opcode:
+            case "get-tuple-element":
+                yield nodes[node.operands[0]], (node.element, *index)
+            case "tuple" if index:
+                yield nodes[node.operands[index[0]]], index[1:]
+            case "while":
+                yield nodes[node.operands[0]], index
+                # Of a loop's two computations one returns its carry; the condition has no tuple.
+                yield from ((root, index) for root in self._roots(node) if root.opcode == "tuple")
+            case "call" | "conditional":
+                yield from ((root, index) for root in self._roots(node))
+            case "async-start" if index[:1] == (1,):
+                yield from ((root, index[1:]) for root in self._roots(node))
+            case "parameter":
+                for caller in self._callers[node.computation]:
+                    if caller.opcode == "while":
+                        yield nodes[caller.operands[0]], index
+                        yield caller, index
+                    elif caller.opcode in ("call", "async-start"):
+                        yield nodes[caller.operands[node.parameter]], index
+                    elif caller.opcode == "conditional":
+                        branch = caller.called.index(node.computation)
+                        yield nodes[caller.operands[branch + 1]], index
+            case opcode if opcode in _SAME:
+                yield nodes[node.operands[0]], index
+            case opcode if opcode.endswith(("-done", "-update")):
+                start = nodes[node.operands[0]]
+                yield start, self._started(start, index)
+            case _:
+                return
+
+    def _writer(self, node: Node, index: ShapeIndex) -> Writer:
+        origin, updates = self._origin(node, index)
+        return Writer(node, origin, updates and node.computation != self._graph.entry)
+
+    def _origin(self, node: Node, index: ShapeIndex) -> tuple[Node, bool]:
+        """The operation that computes what an instruction writes, and if it only updates a part."""
+        nodes, outer = self._graph.nodes, list[Node]()
+        first, updates = node, False
+        for _ in range(_FAR):
+            if node.opcode == "fusion":
+                outer.append(node)
+                node = self._root(node.called[0])
+                if node.opcode == "tuple" and index:
+                    node, index = nodes[node.operands[index[0]]], index[1:]
+            elif node.opcode == "dynamic-update-slice":
+                # What is stacked is the update, not the stack.
+                updates, node = True, nodes[node.operands[1]]
+            elif node.opcode == "parameter":
+                if outer and outer[-1].called[0] == node.computation:
+                    node = nodes[outer.pop().operands[node.parameter]]
+                    continue
+                # A kernel that runs beside others is in a computation of its own.
+                callers = self._callers[node.computation]
+                if len(callers) != 1:
+                    break
+                if callers[0].opcode in ("call", "async-start"):
+                    node = nodes[callers[0].operands[node.parameter]]
+                elif callers[0].opcode == "while" and index:
+                    # What an iteration is given is what the one before it has returned.
+                    node = self._root(node.computation)
+                    if node.opcode != "tuple":
+                        break
+                    node, index = nodes[node.operands[index[0]]], index[1:]
+                else:
+                    break
+            elif node.opcode == "get-tuple-element":
+                index, node = (node.element, *index), nodes[node.operands[0]]
+            elif node.opcode in _TRIVIAL and node.operands:
+                node = nodes[node.operands[0]]
+            else:
+                break
+        # The walk can end where nothing is said, such as at a loop's own parameter.
+        return (node if node.op_name and node.opcode != "parameter" else first), updates
+
+    def _done(self, done: Node, index: ShapeIndex) -> ShapeIndex:
+        """Where in the result of a `-done` a value of its `-start` is."""
+        start = self._graph.nodes[done.operands[0]]
+        return index if start.opcode == "all-reduce-start" else index[1:]
+
+    def _started(self, start: Node, index: ShapeIndex) -> ShapeIndex:
+        """Where in the result of a `-start` a value of its `-done` is."""
+        if start.opcode == "all-reduce-start" or start.opcode.endswith("-update"):
+            return index
+        return (0 if start.opcode == "copy-start" else 1, *index)
+
+    def _root(self, computation: int) -> Node:
+        return self._graph.nodes[self._graph.roots[computation]]
+
+    def _roots(self, node: Node) -> Iterator[Node]:
+        return (self._root(computation) for computation in node.called)
+
+    def _parameters(self, node: Node, number: int) -> Iterator[Node]:
+        return (p for c in node.called for p in self._parameters_of(c, number))
+
+    def _parameters_of(self, computation: int, number: int) -> Iterator[Node]:
+        for node in self._graph.members[computation]:
+            if node.opcode == "parameter" and node.parameter == number:
+                yield node

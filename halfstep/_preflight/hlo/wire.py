@@ -1,0 +1,109 @@
+"""Read protocol buffers without their schema: the wire format of XLA's own files.
+
+No package that halfstep or JAX installs has the schema of XLA's messages. The format below it is
+small and does not change: a message is a sequence of numbered fields, and a field is an integer or
+a run of bytes, which is a text, another message, or integers one after the other.
+"""
+
+from collections.abc import Iterator, Sequence
+
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+
+
+class Message:
+    """The fields of a message by number. What is absent has the default of its type."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, data: bytes):
+        """Read the fields; nested messages are read when they are asked for.
+
+        Raises:
+            ValueError: If the bytes are not a message, or not a whole one.
+        """
+        self._fields: dict[int, list[int | bytes]] = {}
+        for number, value in _fields(data):
+            self._fields.setdefault(number, []).append(value)
+
+    def integer(self, number: int) -> int:
+        """An integer, an enumeration or a boolean; the last if it is repeated."""
+        values = [v for v in self._fields.get(number, ()) if isinstance(v, int)]
+        return values[-1] if values else 0
+
+    def integers(self, number: int) -> tuple[int, ...]:
+        """Repeated integers, packed or not."""
+        found: list[int] = []
+        for value in self._fields.get(number, ()):
+            found += [value] if isinstance(value, int) else _packed(value)
+        return tuple(found)
+
+    def bytes(self, number: int) -> bytes:
+        """The bytes of a field; the last if it is repeated."""
+        values = self._runs(number)
+        return values[-1] if values else b""
+
+    def text(self, number: int) -> str:
+        """A text."""
+        return self.bytes(number).decode("utf-8", "replace")
+
+    def texts(self, number: int) -> tuple[str, ...]:
+        """Repeated texts."""
+        return tuple(value.decode("utf-8", "replace") for value in self._runs(number))
+
+    def message(self, number: int) -> "Message":
+        """A nested message."""
+        return Message(self.bytes(number))
+
+    def messages(self, number: int) -> Iterator["Message"]:
+        """Repeated nested messages."""
+        return (Message(value) for value in self._runs(number))
+
+    def has(self, number: int) -> bool:
+        """Whether a field is there."""
+        return number in self._fields
+
+    def _runs(self, number: int) -> Sequence[bytes]:
+        return [v for v in self._fields.get(number, ()) if isinstance(v, bytes)]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind == _BYTES:
+            length, at = _varint(data, at)
+        elif kind in (_EIGHT, _FOUR):
+            length = 8 if kind == _EIGHT else 4
+        else:
+            raise ValueError(f"byte {at} is not the start of a protocol buffer's field: {kind=}")
+        if at + length > len(data):
+            raise ValueError(f"{length} bytes are expected at {at}, and {len(data) - at} are left")
+        yield key >> 3, data[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """An integer in groups of seven bits, the lowest first, and where it ends."""
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise ValueError(f"an integer is cut off, or has more than 64 bits, at byte {at}")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _packed(data: bytes) -> list[int]:
+    found, at = [], 0
+    while at < len(data):
+        value, at = _varint(data, at)
+        found.append(value)
+    return found
