@@ -44,6 +44,7 @@ from halfstep._policy import (
 from halfstep._preflight import (
     DoesNotFitError as DoesNotFitError,
     LargestBatch as LargestBatch,
+    PeakReport as PeakReport,
     PreflightComparison as PreflightComparison,
     PreflightEntry as PreflightEntry,
     PreflightError as PreflightError,

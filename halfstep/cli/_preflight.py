@@ -120,8 +120,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--timeout", type=float, help="seconds that one compile may take")
     parser.add_argument("--no-cache", action="store_true", help="compile anew, keep nothing")
     parser.add_argument("--detail", action="store_true", help="print every figure")
+    parser.add_argument(
+        "--peak", action="store_true", help="print what fills the peak: by role, scope and line"
+    )
     add_json(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw memory by role (PNG, PDF, SVG)")
+    parser.add_argument(
+        "--plot-peak", metavar="FILE", help="draw what fills the peak (PNG, PDF, SVG)"
+    )
     parser.add_argument(
         "--require-fit", action="store_true", help="exit with 1 unless everything fits"
     )
@@ -145,6 +151,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     check_writable(arguments.plot, endings=_PLOTS)
+    check_writable(arguments.plot_peak, endings=_PLOTS)
     if arguments.fail_if_worse is not None and arguments.compare is None:
         raise CommandError(
             f"--fail-if-worse {arguments.fail_if_worse:g} needs an earlier report to compare with; "
@@ -267,6 +274,9 @@ def _show(
     text = ""
     if report.entries:
         text = report.detail() if arguments.detail else str(report)
+        # The details have it already.
+        if arguments.peak and not arguments.detail:
+            text += f"\n\n{report.peak}"
     made = report.to_dict()
     if comparison is not None:
         # The file can be loaded as a report all the same, and be the next to compare with.
@@ -276,6 +286,8 @@ def _show(
     try:
         if arguments.plot and report.entries:
             report.plot(arguments.plot)
+        if arguments.plot_peak and report.entries:
+            report.peak.plot(arguments.plot_peak)
     except (OSError, ModuleNotFoundError) as error:
         raise CommandError(f"{error}") from error
 

@@ -66,7 +66,7 @@ class BufferRoles:
         last = list(values)[-1]
         node = self._graph.nodes[last.node]
         writers = self._uses.writers(node, last.index)
-        chosen = writers[0] if writers else Writer(node, node, False)
+        chosen = writers[0] if writers else Writer(node, last.index, node, False)
         # A loop's buffer is first filled with zeros, which says nothing about what is put in.
         telling = [one for one in writers if one.in_loop == chosen.in_loop]
         return BufferUse(
@@ -89,7 +89,9 @@ class BufferRoles:
             return COLLECTIVES
         written = {self._written_in(one) for one in telling}
         own = {one.node.id for one in writers}
-        readers = [r for r in self._uses.readers(node, value.index) if r.id not in own]
+        # What is written in place is read where the writer's result goes, too.
+        places = [(node, value.index), *((one.node, one.index) for one in writers)]
+        readers = [r for r in self._uses.readers(*places) if r.id not in own]
         backward = any(self._reads_in_backward(reader) for reader in readers)
         if "backward" not in written:
             return RESIDUALS if backward else TEMPORARIES

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep._preflight.hlo.buffer_assignment import Graph, Node, ShapeIndex
+from halfstep._preflight.hlo.op_names import read
 
 Position = tuple[Node, ShapeIndex]
 """A place where a value is seen: an instruction, and where in its result."""
@@ -18,8 +19,10 @@ Position = tuple[Node, ShapeIndex]
 _SAME = frozenset({"bitcast", "opt-barrier", "domain", "add-dependency"})
 # Inside a kernel, or in a copy, these say nothing about where a value comes from.
 _TRIVIAL = _SAME | {"copy", "copy-start", "copy-done", "reshape", "transpose", "slice", "pad"}
-_FAR = 64
-"""Steps of a walk through trivial instructions; none of a real program is as long."""
+# What a scan writes around each slice that it stacks up.
+_STACKING = "jit(dynamic_update_index_in_dim)"
+_FAR = 256
+"""Steps of a walk to an instruction that says something; none in a real program is as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +31,20 @@ class Writer:
 
     Attributes:
         node: The instruction, as it is scheduled: often a fusion.
+        index: Where in its result the value is.
         origin: The operation that computes what is written; inside of a fusion, or before it.
         in_loop: Whether it updates a part of the buffer in each iteration of a loop.
     """
 
     node: Node
+    index: ShapeIndex
     origin: Node
     in_loop: bool
+
+
+def _is_known(node: Node) -> bool:
+    """Whether an instruction says which operation of the step it comes from."""
+    return node.opcode != "parameter" and read(node.op_name).of != "unknown"
 
 
 class BufferUses:
@@ -81,11 +91,11 @@ class BufferUses:
                 found[node.id, index] = self._writer(node, index)
         return tuple(sorted(found.values(), key=lambda one: not one.in_loop))
 
-    def readers(self, node: Node, index: ShapeIndex) -> tuple[Node, ...]:
-        """Find what reads a value, wherever it is passed on to."""
+    def readers(self, *positions: Position) -> tuple[Node, ...]:
+        """Find what reads the values at some positions, wherever they are passed on to."""
         found: dict[int, Node] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
-        waiting = [(node, index)]
+        waiting = list(positions)
         while waiting:
             node, index = waiting.pop()
             if (node.id, index) in seen:
@@ -93,6 +103,9 @@ class BufferUses:
             seen.add((node.id, index))
             for user, operand in self._users[node.id]:
                 behind = self._behind(user, operand, index)
+                if behind is None and not _is_known(user) and user.opcode != "fusion":
+                    # XLA:TPU moves a value nearer before it is read, by instructions without names.
+                    behind = [(user, (0,) if user.opcode == "copy-start" else ())]
                 if behind is None:
                     found[user.id] = user
                 else:
@@ -171,7 +184,7 @@ class BufferUses:
 
     def _writer(self, node: Node, index: ShapeIndex) -> Writer:
         origin, updates = self._origin(node, index)
-        return Writer(node, origin, updates and node.computation != self._graph.entry)
+        return Writer(node, index, origin, updates and node.computation != self._graph.entry)
 
     def _origin(self, node: Node, index: ShapeIndex) -> tuple[Node, bool]:
         """The operation that computes what an instruction writes, and if it only updates a part."""
@@ -206,12 +219,32 @@ class BufferUses:
                     break
             elif node.opcode == "get-tuple-element":
                 index, node = (node.element, *index), nodes[node.operands[0]]
-            elif node.opcode in _TRIVIAL and node.operands:
+            elif node.operands and (node.opcode in _TRIVIAL or _STACKING in node.op_name):
+                index = index[1:] if node.opcode == "copy-start" else index
                 node = nodes[node.operands[0]]
             else:
                 break
         # The walk can end where nothing is said, such as at a loop's own parameter.
-        return (node if node.op_name and node.opcode != "parameter" else first), updates
+        return next((n for n in (node, first) if _is_known(n)), self._known(first)), updates
+
+    def _known(self, node: Node) -> Node:
+        """The nearest instruction before one that has a name, or an argument of the program's.
+
+        A copy of a parameter in another dtype, which the compiler makes before a loop, has none.
+        """
+        seen, waiting = {node.id}, [node]
+        for at in waiting:
+            is_argument = at.opcode == "parameter" and at.computation == self._graph.entry
+            if is_argument or _is_known(at):
+                return at
+            before = [self._graph.nodes[operand] for operand in at.operands]
+            if at.opcode == "fusion":
+                before = [self._root(at.called[0]), *before]
+            waiting += [one for one in before if one.id not in seen]
+            seen |= {one.id for one in before}
+            if len(waiting) > _FAR:
+                break
+        return node
 
     def _done(self, done: Node, index: ShapeIndex) -> ShapeIndex:
         """Where in the result of a `-done` a value of its `-start` is."""

@@ -9,7 +9,7 @@ from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, Node, de
 from halfstep._preflight.hlo.buffer_roles import BufferRoles
 from halfstep._preflight.hlo.live_buffers import LiveBuffer, LiveBuffers, live_buffers
 from halfstep._preflight.hlo.op_names import read
-from halfstep._preflight.report.roles import Argument
+from halfstep._preflight.report.roles import OTHER, Argument
 
 OUTPUTS = "outputs"
 CONSTANTS = "constants"
@@ -93,9 +93,10 @@ class Peak:
     Attributes:
         bytes: The peak; the entry's `peak_bytes` where that is known.
         buffers: What lies there, the largest first.
-        rest: Bytes of the peak that no buffer explains, by reason: gaps that the compiler leaves
-            between the buffers of a TPU (XLA:GPU's peak has none in it), and what XLA:TPU counts as
-            temporary and lists nowhere.
+        rest: Bytes of the peak that no buffer explains, by reason. On a GPU there are none: the
+            buffers add up to XLA:GPU's peak. XLA:TPU's figure of temporaries also has the gaps that
+            it leaves between buffers, and memory that is in no buffer assignment and that it says
+            nothing about.
         at: The operation that runs at the peak, with its line.
 
     Example:
@@ -128,6 +129,11 @@ class Peak:
     buffers: tuple[PeakBuffer, ...]
     rest: Mapping[str, int]
     at: str
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all buffers, with the program's code: the peak without `rest`."""
+        return sum(buffer.bytes for buffer in self.buffers)
 
     @property
     def attributed(self) -> float:
@@ -207,7 +213,7 @@ def _described(
     return [
         _argument(buffer, parameters.get(buffer.parameter), arguments)
         if buffer.kind == "argument"
-        else _computed(buffer, roles)
+        else _computed(buffer, roles, arguments)
         for buffer in live.buffers
     ]
 
@@ -215,36 +221,54 @@ def _described(
 def _argument(
     buffer: LiveBuffer, parameter: Node | None, arguments: Sequence[Argument]
 ) -> PeakBuffer:
-    # JAX leaves out arguments that are not used, and names the others by their number: "args[7]".
+    given = _given(parameter, arguments)
     label = parameter.op_name if parameter is not None else ""
-    digits = label.removeprefix("args[").removesuffix("]")
-    given = arguments[int(digits)] if digits.isdecimal() and int(digits) < len(arguments) else None
-    array = parameter.array(()) if parameter is not None else ""
     return PeakBuffer(
         bytes=buffer.bytes,
         count=1,
-        role=given.role if given is not None else "other",
-        array=array,
+        role=OTHER if given is None else given.role,
+        array="" if parameter is None else parameter.array(()),
         scope="",
         source="",
-        name=given.name if given is not None else label,
-        instruction=parameter.name if parameter is not None else "",
+        name=label if given is None else given.name,
+        instruction="" if parameter is None else parameter.name,
     )
 
 
-def _computed(buffer: LiveBuffer, roles: BufferRoles) -> PeakBuffer:
+def _given(parameter: Node | None, arguments: Sequence[Argument]) -> Argument | None:
+    """The argument that a parameter of the program is.
+
+    JAX leaves out arguments that are not used, and names the others by their number: `args[7]`.
+    """
+    digits = "" if parameter is None else parameter.op_name[len("args[") : -1]
+    if digits.isdecimal() and int(digits) < len(arguments):
+        return arguments[int(digits)]
+    return None
+
+
+def _computed(buffer: LiveBuffer, roles: BufferRoles, arguments: Sequence[Argument]) -> PeakBuffer:
     use = roles.of(buffer.values, returned=buffer.kind == "output")
-    origin = read(use.origin.op_name)
     lasting = {"output": OUTPUTS, "constant": CONSTANTS}
-    return PeakBuffer(
+    made = PeakBuffer(
         bytes=buffer.bytes,
         count=1,
         role=lasting.get(buffer.kind, use.role),
         array=use.array,
-        scope=origin.scope,
-        source=use.origin.source,
-        name=origin.operation or (CONSTANTS if buffer.kind == "constant" else ""),
+        scope="",
+        source="",
+        name=CONSTANTS if buffer.kind == "constant" else "",
         instruction=use.instruction,
+    )
+    if use.origin.opcode == "parameter":
+        # A copy that the compiler has made of an argument.
+        given = _given(use.origin, arguments)
+        return made if given is None else dataclasses.replace(made, name=given.name)
+    origin = read(use.origin.op_name)
+    if not origin.operation:
+        # Without a name, the line is the one that called the compiler.
+        return made
+    return dataclasses.replace(
+        made, scope=origin.scope, source=use.origin.source, name=origin.operation
     )
 
 
@@ -269,5 +293,5 @@ def _place(assignment: BufferAssignment, instruction: str) -> str:
     for node in assignment.graph.nodes.values():
         if node.name == instruction:
             name = read(node.op_name).operation
-            return f"{name} at {node.source}" if name and node.source else name or node.source
+            return f"{name} at {node.source}" if name and node.source else name
     return ""

@@ -207,7 +207,7 @@ def _shortage(entry: PreflightEntry) -> str:
         needs = "" if entry.peak_bytes is None else f" needs {size(entry.peak_bytes)},"
         return (
             f"{name}:{needs} usable are {size(entry.usable_bytes)}; {'; '.join(entry.notes)}. "
-            "Try a smaller batch, or more devices."
+            f"Try a smaller batch, or more devices.{_filled(entry)}"
         )
     largest = max(entry.memory, key=lambda role: entry.memory[role])
     advice = {
@@ -227,5 +227,11 @@ def _shortage(entry: PreflightEntry) -> str:
     return (
         f"{name}: it needs {size(entry.peak_bytes)} of {size(entry.usable_bytes)} usable, "
         f"{size(over)} too much. Most is {largest}, {size(entry.memory[largest])}: "
-        f"try {advice}.{share}"
+        f"try {advice}.{share}{_filled(entry)}"
     )
+
+
+def _filled(entry: PreflightEntry) -> str:
+    """What takes the most of what the step computes."""
+    found = "" if entry.peak is None else largest(entry.peak)
+    return f" The largest at the peak are {found}; print(report.peak) shows more." if found else ""
