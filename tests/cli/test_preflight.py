@@ -20,6 +20,7 @@ from halfstep._preflight.compile.lowering import Program
 from halfstep.cli import main
 from tests.cli import _steps
 from tests.preflight._compilers import need
+from tests.preflight._entries import entry, peak
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = "tests.cli._steps"
@@ -254,6 +255,20 @@ def test_detail(run: Run, compiles: list):
     assert figures["memory: batch"] == ["512 B"]
     assert figures["memory: temporaries"] == ["4.00 GiB"]
     assert figures["contraction: float32 x float32 -> float32"] == ["8192 FLOP in 1"]
+
+
+def test_what_fills_the_peak(run: Run, tmp_path: pathlib.Path):
+    saved, drawn = tmp_path / "report.json", tmp_path / "peak.png"
+    halfstep.PreflightReport((entry(peak=peak()),)).to_json(saved)
+    status, out, _ = run(str(saved), "--peak", "--plot-peak", str(drawn))
+    assert status == 0
+    assert "What fills the peak of bf16 on h100" in out
+    assert "By role: residuals 60 %" in out
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    _, out, _ = run(str(saved))
+    assert "What fills" not in out
+    _, out, _ = run(str(saved), "--peak", "--detail")
+    assert out.count("What fills") == 1
 
 
 @pytest.mark.parametrize(("batch", "expected"), [("8,16", 0), ("8,64", 1)])

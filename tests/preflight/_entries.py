@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from halfstep._preflight import Collective, Contraction, PreflightEntry, Product, Roofline
+from halfstep._preflight import (
+    Collective,
+    Contraction,
+    Peak,
+    PeakBuffer,
+    PreflightEntry,
+    Product,
+    Roofline,
+)
+from halfstep._preflight.report.peak import UNLISTED
 
 GIB = 2**30
 
@@ -56,3 +65,17 @@ def entry(**changes: Any) -> PreflightEntry:
         "hlo": "HloModule step",
     }
     return PreflightEntry(**{**settings, **changes})
+
+
+def peak() -> Peak:
+    """A peak of 10 GiB: residuals, parameters, a dozen small temporaries, and a rest."""
+    kept = PeakBuffer(
+        6 * GIB, 12, "residuals", "bfloat16[8,4]", "mlp", "a.py:3", "dot_general", "f"
+    )
+    given = PeakBuffer(3 * GIB, 1, "parameters", "float32[4]", "", "", "params", "p")
+    small = [
+        PeakBuffer(2**20 * (n + 1), 1, "temporaries", "float32[2]", "", f"b.py:{n}", "add", "t")
+        for n in range(12)
+    ]
+    listed = sum(one.bytes for one in (kept, given, *small))
+    return Peak(10 * GIB, (kept, given, *small), {UNLISTED: 10 * GIB - listed}, "tanh at a.py:3")

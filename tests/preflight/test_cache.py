@@ -22,6 +22,8 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     (made / "answer.json").write_text(json.dumps({"memory": {"temp": 1}}))
     with gzip.open(made / "program.hlo.gz", "wt") as file:
         file.write("HloModule step")
+    with gzip.open(made / "buffers.pb.gz", "wb") as file:
+        file.write(b"buffers")
     return made
 
 
@@ -30,7 +32,11 @@ def test_round_trip(folder: pathlib.Path, cache: pathlib.Path):
     assert _compiler.load_answer(name) is None
     _compiler.save_answer(name, folder)
     _compiler.save_answer(name, folder)
-    assert _compiler.load_answer(name) == ({"memory": {"temp": 1}}, "HloModule step")
+    assert _compiler.load_answer(name) == (
+        {"memory": {"temp": 1}},
+        "HloModule step",
+        b"buffers",
+    )
     assert [entry.name for entry in cache.iterdir()] == [name], "no half-made entry is left"
 
 
@@ -41,7 +47,7 @@ def test_a_key_is_of_everything_asked():
     assert _compiler.cache_key(asked) == _compiler.cache_key(dict(reversed(asked.items())))
 
 
-@pytest.mark.parametrize("file", ["answer.json", "program.hlo.gz"])
+@pytest.mark.parametrize("file", ["answer.json", "program.hlo.gz", "buffers.pb.gz"])
 def test_a_damaged_entry_is_none(folder: pathlib.Path, cache: pathlib.Path, file: str):
     _compiler.save_answer("ab", folder)
     whole = (cache / "ab" / file).read_bytes()

@@ -188,6 +188,8 @@ def _environment(platform: str, flags: tuple[str, ...], folder: pathlib.Path) ->
     ours |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
     # Dumps change nothing of what is compiled, and are the only way to the buffer assignment.
     dump = (f"--xla_dump_to={folder / 'dump'}", "--xla_dump_hlo_as_proto")
+    # XLA splits its flags at spaces, and knows no way to write one.
+    dump = dump if not re.search(r"\s", str(folder)) else ()
     if platform == "cuda":
         return ours | {"XLA_FLAGS": " ".join((*dump, *flags)), "CUDA_VISIBLE_DEVICES": ""}
     return ours | {

@@ -241,7 +241,7 @@ def _node(message: Message, computation: int, stacks: StackTables) -> Node:
         element=message.integer(13),
         op_name=metadata.text(2),
         source=stacks.source(metadata.text(3), metadata.integer(4), metadata.integer(15)),
-        _shape=message.bytes(3),
+        _shape=message.raw(3),
     )
 
 

@@ -37,14 +37,14 @@ class Message:
             found += [value] if isinstance(value, int) else _packed(value)
         return tuple(found)
 
-    def bytes(self, number: int) -> bytes:
+    def raw(self, number: int) -> bytes:
         """The bytes of a field; the last if it is repeated."""
         values = self._runs(number)
         return values[-1] if values else b""
 
     def text(self, number: int) -> str:
         """A text."""
-        return self.bytes(number).decode("utf-8", "replace")
+        return self.raw(number).decode("utf-8", "replace")
 
     def texts(self, number: int) -> tuple[str, ...]:
         """Repeated texts."""
@@ -52,7 +52,7 @@ class Message:
 
     def message(self, number: int) -> "Message":
         """A nested message."""
-        return Message(self.bytes(number))
+        return Message(self.raw(number))
 
     def messages(self, number: int) -> Iterator["Message"]:
         """Repeated nested messages."""

@@ -7,7 +7,7 @@ from typing import Any
 from halfstep._base import Report, size
 from halfstep._explain import LintError
 from halfstep._preflight.preflight_errors import DoesNotFitError
-from halfstep._preflight.report.peak_report import PeakReport
+from halfstep._preflight.report.peak_report import PeakReport, largest
 from halfstep._preflight.report.preflight_comparison import PreflightComparison, compared
 from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.rendering import detail, f8_miss, html, plot, table
