@@ -23,6 +23,7 @@ from halfstep._autocast.plans import (
     out_kinds,
 )
 from halfstep._autocast.primitives import Rule
+from halfstep._autocast.stores import Saves, only_stores
 from halfstep._base import cast
 from halfstep._program import (
     Cond,
@@ -161,14 +162,32 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     # Inside what the user recomputes nothing is stored, so islands would save nothing and be
     # recomputed twice.
-    function = node.structured(Remat).function
-    inner = plan(graph_of(function, node.scope), kinds, without_islands(settings))
+    remat = node.structured(Remat)
+    settings = without_islands(settings)
+    if settings.residuals is not None or settings.saves is not None:
+        settings = dataclasses.replace(
+            settings, residuals=None, saves=_saves(remat, settings)
+        )
+    inner = plan(graph_of(remat.function, node.scope), kinds, settings)
     return inner_decision(out_kinds(inner), inner)
+
+
+def _saves(remat: Remat, settings: Settings) -> Saves | None:
+    """What is stored inside a `jax.checkpoint`, for which a factor says how."""
+    if settings.saves is not None:
+        return settings.saves.within(remat.policy)
+    # Without a policy nothing is saved but the function's inputs.
+    if remat.policy is None or settings.residuals is None:
+        return None
+    return Saves((remat.policy,), settings.residuals, barred=remat.prevent_cse is not False)
 
 
 def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
     """What the user recomputes, as a function of a recipe's state and its operands."""
-    return node.structured(Remat).checkpoint(
+    remat = node.structured(Remat)
+    if decision.inner.settings.saves is not None and remat.policy is not None:
+        remat = dataclasses.replace(remat, policy=only_stores)
+    return remat.checkpoint(
         lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots))
     )
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from halfstep._autocast.decide import decide
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
-from halfstep._autocast.plans import Decision, Draft, Plan, Settings, seen_kind
+from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
+from halfstep._autocast.stores import Saves, Store
 from halfstep._program import Constant, Graph, Node, is_traced, size
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -62,6 +63,9 @@ def plan(
         decision = decide(node, graph, kinds, unquantized if is_linear else settings, plan)
         if is_linear:
             linear.update(node.outs)
+        elif decision.inner is None and settings.saves is not None:
+            store = _store(node, graph, kinds, settings.saves, settings.compute)
+            decision = dataclasses.replace(decision, store=store)
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
@@ -75,6 +79,18 @@ def plan(
         frozenset(state.rounded),
         frozenset(state.too_large),
     )
+
+
+def _store(
+    node: Node, graph: Graph, kinds: Sequence[Kind], saves: Saves, compute: np.dtype
+) -> Store | None:
+    """How the results of an operation are kept, as the `jax.checkpoint` around it says."""
+    avals = []
+    for operand, kind in zip(node.ins, kinds, strict=True):
+        aval = graph.aval(operand)
+        dtype = held_dtype(aval, kind, compute)
+        avals.append(aval if dtype is None else aval.update(dtype=dtype))
+    return saves.store(node.primitive, avals, node.params)
 
 
 def _record(

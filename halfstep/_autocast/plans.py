@@ -13,6 +13,7 @@ from jax.core import AbstractValue
 from halfstep._autocast.f8.product import Off, RecipeProduct, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
+from halfstep._autocast.stores import Saves, Store
 from halfstep._base import Rounding
 from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe, plain_scope
 from halfstep._program import Cond, Constant, Graph, Node, Operand, Scan, size
@@ -35,6 +36,8 @@ class Settings:
     """How products of weights are computed in few bits, if they are."""
     residuals: Factor | None = None
     """How what is kept for the backward pass is written, if not in the compute dtype."""
+    saves: Saves | None = None
+    """What the `jax.checkpoint`s around it save, where that is kept in another form."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not into a `shard_map` or a `while`."""
 
@@ -60,6 +63,8 @@ class Decision:
     """A contraction in few bits."""
     refusal: str = ""
     """Why it is none, if the recipe is for others."""
+    store: Store | None = None
+    """How its results are kept for the backward pass, if a `jax.checkpoint` around it is told."""
 
 
 class Draft:

@@ -24,6 +24,7 @@ from halfstep._autocast.recompute import (
     recomputed,
     signature,
 )
+from halfstep._autocast.stores import stored
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import (
     Constant,
@@ -98,10 +99,15 @@ class Environment(Interpreter[Any]):
         results = bind(self, index, operands)
         pairs = zip(self.graph.nodes[index].outs, self.plan.decisions[index].outs, strict=True)
         dtypes = [held(self.plan, number, kind) for number, kind in pairs]
-        return [
+        results = [
             result if dtype is None or result.dtype == dtype else cast(result, dtype)
             for result, dtype in zip(results, dtypes, strict=True)
         ]
+        store = self.plan.decisions[index].store
+        if store is None:
+            return results
+        compute = self.plan.settings.compute
+        return [stored(result, store, compute=compute) for result in results]
 
     def read_as(self, operand: Operand, dtype: np.dtype | None) -> Any:
         """A value in a dtype, as it is held for `None`."""

@@ -1,0 +1,224 @@
+"""Stores: the form in which one value is kept from the forward to the backward pass.
+
+`jax.checkpoint` recomputes a function for its derivative, from its inputs and from those values
+that its policy saves. It saves a value as it is. A store saves it in another form (8 bits with
+scales) or in another place (the host), and leaves the forward pass as it was:
+
+    code = encode(value)                 # 8 bits, and a scale for each row
+    code = checkpoint_name(code, ...)    # the only values that the policy saves
+    back = decode(code)
+    value = reread(value, back)          # forward: value. In what is recomputed: back.
+
+`reread` is a primitive. `jax.checkpoint` splits the differentiated function into what is computed
+now and what is recomputed later, and asks each primitive how it is split; `reread` hands on its
+first operand now and its second one later. So everything that is recomputed is computed from `back`,
+neither `value` nor what it was made of is needed again, and a contraction is never computed twice
+for a value that is stored.
+
+This one mechanism serves all decisions about a value. It is kept in 16 bits by its name alone,
+without a code; it is recomputed if it has no name; it is moved to the host if the policy says so of
+its name. The policy reads the decision from the name, so it needs no table of values, and loops,
+`vmap` and `shard_map` inside or outside the function stay JAX's business.
+
+The code is made in the derivative rule of a `custom_jvp`: a function that is not differentiated
+computes none, and second derivatives, which would silently lack the part through the code, raise.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from halfstep._autocast.f8.saved_residuals import Kept, keep, restore
+from halfstep._base import cast, settled, type_of
+from halfstep._policy import Factor
+
+_PREFIX = "halfstep/"
+_ON_DEVICE = f"{_PREFIX}stored"
+_OFFLOADED = f"{_PREFIX}offloaded/"
+RematPolicy = Callable[..., Any]
+"""What `jax.checkpoint` takes: of a primitive and its operands, whether results are saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """How one value is kept."""
+
+    factor: Factor | None = None
+    """The elements and scales of its code; `None` keeps it as it is."""
+    name: str = _ON_DEVICE
+    """What the policy of the `jax.checkpoint` around it sees."""
+    barred: bool = False
+    """Whether XLA must be kept from making the code where it is due, and the value until then."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saves:
+    """What the user's `jax.checkpoint` around a function saves, and how it is to be kept."""
+
+    policies: tuple[RematPolicy, ...]
+    """Of the `jax.checkpoint`s around it, the outermost first."""
+    factor: Factor
+    barred: bool
+    """As `Store.barred`. In a loop, whose backward pass is another loop, there is no need to."""
+
+    def within(self, policy: RematPolicy | None) -> "Saves":
+        """The same for a function that is in another `jax.checkpoint`."""
+        more = () if policy is None else (policy,)
+        return dataclasses.replace(self, policies=(*self.policies, *more))
+
+    def store(
+        self, primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]
+    ) -> Store | None:
+        """How the results of an operation are kept; `None` if they are recomputed."""
+        found = (self._store(policy(primitive, *avals, **params)) for policy in self.policies)
+        return next((store for store in found if store is not None), None)
+
+    def _store(self, verdict: Any) -> Store | None:
+        # JAX's own words for it have no public names: `Saveable`, `Recompute`, and `Offloadable`,
+        # which says from where to where.
+        if verdict is False or type(verdict).__name__ == "RecomputeType":
+            return None
+        is_moved = hasattr(verdict, "dst")
+        name = f"{_OFFLOADED}{verdict.src}/{verdict.dst}" if is_moved else _ON_DEVICE
+        return Store(self.factor, name, self.barred)
+
+
+def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
+    """A policy of `jax.checkpoint` that saves what has been stored, and nothing else."""
+    name = params.get("name", "") if primitive.name == "name" else ""
+    if name.startswith(_OFFLOADED):
+        source, target = name.removeprefix(_OFFLOADED).split("/")
+        offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[name],
+            offload_src=source,
+            offload_dst=target,
+        )
+        return offload(primitive, *_, **params)
+    return name == _ON_DEVICE
+
+
+def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
+    """Store a value, inside a `jax.checkpoint` with the policy `only_stores`.
+
+    Args:
+        value: Any array.
+        store: How it is kept.
+        compute: The dtype to which float32 is rounded before it is encoded.
+
+    Returns:
+        The same value; in what is recomputed, what its code stands for.
+    """
+    if store.factor is None or not _is_encoded(value, store.factor, compute):
+        return checkpoint_name(value, store.name)
+    factor = store.factor
+
+    @jax.custom_jvp
+    def same(value: jax.Array) -> jax.Array:
+        return value
+
+    def rule(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
+        (value,) = primals
+        code = _encoded(_once(value), factor, compute)
+        if store.barred:
+            value, code = jax.lax.optimization_barrier((value, code))
+        back = restore(checkpoint_name(code, store.name), value.dtype)
+        return _reread.bind(value, back), tangents[0]
+
+    same.defjvp(rule)
+    return same(value)
+
+
+def _is_encoded(value: Any, factor: Factor, compute: np.dtype) -> bool:
+    made = jax.eval_shape(lambda x: _encoded(x, factor, compute), value)
+    return isinstance(made, Kept)
+
+
+def _encoded(value: jax.Array, factor: Factor, compute: np.dtype) -> jax.Array | Kept:
+    if value.dtype == np.dtype(np.float32):
+        return keep(cast(value, compute), factor)
+    # Settled first: 8 bits of what XLA left unrounded would differ from 8 bits of the value that
+    # every other reader sees.
+    return keep(settled(value), factor)
+
+
+@jax.custom_jvp
+def _once(value: jax.Array) -> jax.Array:
+    """A value that is encoded in the derivative, and is not differentiated itself."""
+    return value
+
+
+def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise TypeError(
+            f"a saved activation of {type_of(primals[0])} is encoded in few bits and has no second "
+            "derivative: take second derivatives with a policy that keeps it in 16 bits (leave "
+            "'residuals=' out, or keep this value with a rule)."
+        )
+    return primals[0], tangents[0]
+
+
+_once.defjvp(_refuse, symbolic_zeros=True)
+
+# A value that is another one in what is recomputed.
+_reread = Primitive("halfstep_reread")
+
+
+def _split(
+    saveable: Any, unknown: Sequence[bool], held: Sequence[bool], equation: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+    """How `jax.checkpoint` splits it: see `jax.interpreters.partial_eval`.
+
+    Returns:
+        The equation that runs now and the one that is recomputed; whether the result is unknown now
+        and whether it is recomputed; and the operands that have to be saved for the second.
+    """
+    del saveable
+    value, back = equation.invars
+    if any(unknown):
+        # Inside a `jax.checkpoint` that is itself recomputed: all of it happens later.
+        missing = [var for var, is_held in zip(equation.invars, held, strict=True) if not is_held]
+        return None, equation, [True], [True], missing
+    now, later = equation.replace(invars=[value, value]), equation.replace(invars=[back, back])
+    return now, later, [False], [True], [] if held[1] else [back]
+
+
+def _batch(values: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+    # The second operand is made of the first one, so both are mapped over, perhaps not in the same
+    # dimension.
+    value, back = (
+        batching.bdim_at_front(value, axis, _size(values, axes))
+        for value, axis in zip(values, axes, strict=True)
+    )
+    return _reread.bind(value, back), 0
+
+
+def _size(values: Sequence[Any], axes: Sequence[Any]) -> int:
+    return next(
+        value.shape[axis] for value, axis in zip(values, axes, strict=True) if axis is not None
+    )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _reread.bind(*primals), tangents[0]
+
+
+def _abstract(value: ShapedArray, back: ShapedArray) -> ShapedArray:
+    del back
+    return value
+
+
+_reread.def_impl(lambda value, back: value)
+_reread.def_abstract_eval(_abstract)
+ad.primitive_jvps[_reread] = _jvp
+batching.primitive_batchers[_reread] = _batch
+partial_eval.partial_eval_jaxpr_custom_rules[_reread] = _split
+mlir.register_lowering(_reread, lambda context, value, back: [value])
