@@ -165,9 +165,7 @@ def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
     remat = node.structured(Remat)
     settings = without_islands(settings)
     if settings.residuals is not None or settings.saves is not None:
-        settings = dataclasses.replace(
-            settings, residuals=None, saves=_saves(remat, settings)
-        )
+        settings = dataclasses.replace(settings, residuals=None, saves=_saves(remat, settings))
     inner = plan(graph_of(remat.function, node.scope), kinds, settings)
     return inner_decision(out_kinds(inner), inner)
 

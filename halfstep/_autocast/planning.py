@@ -13,7 +13,7 @@ from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
 from halfstep._autocast.stores import Saves, Store
-from halfstep._program import Constant, Graph, Node, is_traced, size
+from halfstep._program import Constant, Graph, Node, Operand, is_traced, size
 
 LARGEST = float(np.finfo(np.float16).max)
 
@@ -59,6 +59,10 @@ def plan(
             level = max(level, after_effects)
         state.levels.append(level)
         kinds = [seen_kind(state, operand, level) for operand in node.ins]
+        if node.name == "name" and kinds[0] is Kind.WIDE and _may_be_rounded(state, node.ins[0]):
+            # Named, so that `jax.checkpoint` can save it or move it to the host: in 16 bits, like
+            # all that is kept for the backward pass.
+            kinds = [Kind.LOW]
         is_linear = not linear.isdisjoint(values)
         decision = decide(node, graph, kinds, unquantized if is_linear else settings, plan)
         if is_linear:
@@ -79,6 +83,14 @@ def plan(
         frozenset(state.rounded),
         frozenset(state.too_large),
     )
+
+
+def _may_be_rounded(state: Draft, operand: Operand) -> bool:
+    """Whether a wide value can be held in the compute dtype: not if it was reduced, or is large."""
+    if isinstance(operand, Constant):
+        return False
+    fits = state.settings.compute != np.dtype(np.float16) or state.bounds[operand] <= LARGEST
+    return fits and 2 * size(state.graph.avals[operand]) >= state.width[operand]
 
 
 def _store(

@@ -11,9 +11,9 @@ scales) or in another place (the host), and leaves the forward pass as it was:
 
 `reread` is a primitive. `jax.checkpoint` splits the differentiated function into what is computed
 now and what is recomputed later, and asks each primitive how it is split; `reread` hands on its
-first operand now and its second one later. So everything that is recomputed is computed from `back`,
-neither `value` nor what it was made of is needed again, and a contraction is never computed twice
-for a value that is stored.
+first operand now and its second one later. So everything that is recomputed is computed from
+`back`, neither `value` nor what it was made of is needed again, and a contraction is never computed
+twice for a value that is stored.
 
 This one mechanism serves all decisions about a value. It is kept in 16 bits by its name alone,
 without a code; it is recomputed if it has no name; it is moved to the host if the policy says so of
