@@ -31,6 +31,7 @@ from halfstep._policy import (
     Policy as Policy,
     PrecisionRule as PrecisionRule,
     Recipe as Recipe,
+    StoreRule as StoreRule,
     cast_function as cast_function,
     cast_to_bfloat16 as cast_to_bfloat16,
     cast_to_float16 as cast_to_float16,

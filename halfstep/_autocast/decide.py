@@ -153,21 +153,25 @@ def _decision(
 
 def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | None:
     """The first rule of the user's that is for an operation."""
-    scope = node.scope
-    if KEEP_SCOPE in scope:
+    if KEEP_SCOPE in node.scope:
         return _KEEP
     if not settings.rules:
         return None
-    shapes = [
-        [jax.ShapeDtypeStruct(getattr(a, "shape", ()), getattr(a, "dtype", bool)) for a in avals]
-        for avals in (map(graph.aval, node.ins), map(graph.aval, node.outs))
-    ]
-    operation = Operation(node.name, scope, node.params, tuple(shapes[0]), tuple(shapes[1]))
+    operation = operation_of(node, graph)
     for rule in settings.rules:
         concerned = rule.outcome != "accumulate" or node.name in CONTRACTIONS
         if concerned and rule.matches(operation):
             return rule
     return None
+
+
+def operation_of(node: Node, graph: Graph) -> Operation:
+    """An operation as the user's rules see it."""
+    shapes = [
+        [jax.ShapeDtypeStruct(getattr(a, "shape", ()), getattr(a, "dtype", bool)) for a in avals]
+        for avals in (map(graph.aval, node.ins), map(graph.aval, node.outs))
+    ]
+    return Operation(node.name, node.scope, node.params, tuple(shapes[0]), tuple(shapes[1]))
 
 
 def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:

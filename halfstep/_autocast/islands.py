@@ -42,7 +42,8 @@ class Island:
 
 def schedule(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Island]:
     """Operations and islands in an order in which they can run."""
-    groups = _groups(plan) if plan.settings.islands else []
+    has_islands = plan.settings.islands and not plan.settings.has_segments
+    groups = _groups(plan) if has_islands else []
     if not groups:
         return list(range(len(plan.graph.nodes)))
     begun = [_begun(plan, group) for group in groups]
@@ -298,14 +299,14 @@ def _island(
     # the island, so that the cotangent of the narrow one comes back narrow.
     for number in sorted(made):
         for index in sorted(graph.users[number] - chosen):
-            outputs[number, _taken(plan, number, index)] = None
+            outputs[number, taken(plan, number, index)] = None
     for operand, kind in zip(graph.outputs, out_kinds, strict=True):
         if not isinstance(operand, Constant) and operand in made:
             outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
     return Island(group, tuple(reads.items()), tuple(outputs), not later.intersection(group))
 
 
-def _taken(plan: Plan, number: int, index: int) -> np.dtype | None:
+def taken(plan: Plan, number: int, index: int) -> np.dtype | None:
     """The dtype in which an operation wants a value that comes out of an island."""
     decision, compute = plan.decisions[index], plan.settings.compute
     kind = plan.seen(number, plan.levels[index])

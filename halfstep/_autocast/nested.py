@@ -72,7 +72,11 @@ def with_own_rules(settings: Settings) -> Settings:
     """Return settings for functions that have their own derivative or batching rules."""
     # JAX never differentiates a function that has its own derivative rules, and those rules choose
     # the residuals: islands would have nothing to save.
-    return without_state(without_islands(settings))
+    settings = without_state(without_islands(settings))
+    if settings.saves is None or not settings.saves.is_own:
+        return settings
+    # What autocast puts `jax.checkpoint` around is differentiated by JAX.
+    return dataclasses.replace(settings, saves=None)
 
 
 def without_state(settings: Settings) -> Settings:
@@ -172,18 +176,19 @@ def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
 
 def _saves(remat: Remat, settings: Settings) -> Saves | None:
     """What is stored inside a `jax.checkpoint`, for which a factor says how."""
-    if settings.saves is not None:
-        return settings.saves.within(remat.policy)
+    code = None if settings.residuals is None else settings.residuals.element
+    saves = settings.saves or Saves(code=code)
+    # With `prevent_cse=False` the user says that it is in a loop.
+    made = saves.within(remat.policy, barred=remat.prevent_cse is not False)
     # Without a policy nothing is saved but the function's inputs.
-    if remat.policy is None or settings.residuals is None:
-        return None
-    return Saves((remat.policy,), settings.residuals, barred=remat.prevent_cse is not False)
+    return made if made.saves_anything else None
 
 
 def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
     """What the user recomputes, as a function of a recipe's state and its operands."""
     remat = node.structured(Remat)
-    if decision.inner.settings.saves is not None and remat.policy is not None:
+    saves = decision.inner.settings.saves
+    if saves is not None and (remat.policy is not None or saves.rules):
         remat = dataclasses.replace(remat, policy=only_stores)
     return remat.checkpoint(
         lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots))

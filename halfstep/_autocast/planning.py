@@ -8,12 +8,11 @@ from types import MappingProxyType
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._autocast.decide import decide
+from halfstep._autocast.decide import decide, operation_of
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
-from halfstep._autocast.stores import Saves, Store
-from halfstep._program import Constant, Graph, Node, Operand, is_traced, size
+from halfstep._program import Constant, Finder, Graph, Node, Operand, is_traced, size
 
 LARGEST = float(np.finfo(np.float16).max)
 
@@ -68,8 +67,7 @@ def plan(
         if is_linear:
             linear.update(node.outs)
         elif decision.inner is None and settings.saves is not None:
-            store = _store(node, graph, kinds, settings.saves, settings.compute)
-            decision = dataclasses.replace(decision, store=store)
+            decision = _with_store(decision, node, graph, kinds, settings)
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
@@ -93,16 +91,32 @@ def _may_be_rounded(state: Draft, operand: Operand) -> bool:
     return fits and 2 * size(state.graph.avals[operand]) >= state.width[operand]
 
 
-def _store(
-    node: Node, graph: Graph, kinds: Sequence[Kind], saves: Saves, compute: np.dtype
-) -> Store | None:
-    """How the results of an operation are kept, as the `jax.checkpoint` around it says."""
+def _with_store(
+    decision: Decision, node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings
+) -> Decision:
+    """A decision with how the results are kept for the backward pass."""
+    saves = settings.saves
+    # What is made of parameters and constants alone is kept with those.
+    if saves is None or all(kind.is_weight for kind in decision.outs):
+        return decision
+    if saves.rules:
+        line = _line(node) if any(rule.line is not None for rule in saves.rules) else ""
+        rule = saves.chosen(operation_of(node, graph), line)
+        if rule is not None:
+            return dataclasses.replace(decision, store=saves.by_rule(rule), stored_by=str(rule))
     avals = []
     for operand, kind in zip(node.ins, kinds, strict=True):
         aval = graph.aval(operand)
-        dtype = held_dtype(aval, kind, compute)
+        dtype = held_dtype(aval, kind, settings.compute)
         avals.append(aval if dtype is None else aval.update(dtype=dtype))
-    return saves.store(node.primitive, avals, node.params)
+    store = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier)
+    return dataclasses.replace(decision, store=store)
+
+
+def _line(node: Node) -> str:
+    """Where an operation is written: its file, with its path, and its line."""
+    found = Finder().find(node.source.traceback)
+    return f"{found.file}:{found.line}"
 
 
 def _record(

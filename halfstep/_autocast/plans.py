@@ -41,6 +41,11 @@ class Settings:
     has_state: bool = True
     """Whether a recipe's state reaches the products: not into a `shard_map` or a `while`."""
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether rules say what is stored, and segments take the place of islands."""
+        return self.saves is not None and self.saves.is_own
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
@@ -65,6 +70,8 @@ class Decision:
     """Why it is none, if the recipe is for others."""
     store: Store | None = None
     """How its results are kept for the backward pass, if a `jax.checkpoint` around it is told."""
+    stored_by: str = ""
+    """The rule of the user's that has decided about that, if one has."""
 
 
 class Draft:

@@ -1,5 +1,6 @@
 """Run a planned function."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
@@ -24,7 +25,8 @@ from halfstep._autocast.recompute import (
     recomputed,
     signature,
 )
-from halfstep._autocast.stores import stored
+from halfstep._autocast.segments import Segment, segments
+from halfstep._autocast.stores import only_stores, stored
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import (
     Constant,
@@ -62,9 +64,12 @@ def run(
     """
     env = Environment(plan, place, slots=slots)
     env.enter(values)
-    for unit in schedule(plan, out_kinds):
+    has_segments = plan.settings.has_segments
+    for unit in segments(plan, out_kinds) if has_segments else schedule(plan, out_kinds):
         if isinstance(unit, Island):
             _run_island(env, unit)
+        elif isinstance(unit, Segment):
+            _run_segment(env, unit)
         else:
             env.step(unit)
     return [
@@ -106,8 +111,10 @@ class Environment(Interpreter[Any]):
         store = self.plan.decisions[index].store
         if store is None:
             return results
-        compute = self.plan.settings.compute
-        return [stored(result, store, compute=compute) for result in results]
+        settings = self.plan.settings
+        if settings.has_segments and self.place is Surroundings.LOOP:
+            store = dataclasses.replace(store, barred=False)
+        return [stored(result, store, compute=settings.compute) for result in results]
 
     def read_as(self, operand: Operand, dtype: np.dtype | None) -> Any:
         """A value in a dtype, as it is held for `None`."""
@@ -268,7 +275,31 @@ def _run_island(env: Environment, island: Island) -> None:
     barred = env.place is not Surroundings.LOOP and not last
     func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
     results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)
-    for (number, dtype), result in zip(island.outputs, results, strict=True):
+    _write(env, island.outputs, results)
+
+
+def _run_segment(env: Environment, segment: Segment) -> None:
+    def inside(*values: Any) -> tuple[Any, ...]:
+        inner = Environment(env.plan, env.place, slots=env.slots)
+        for (number, _), value in zip(segment.reads, values, strict=True):
+            inner.write(number, value)
+        for index in segment.nodes:
+            inner.step(index)
+        return tuple(inner.read_where_made(number, dtype) for number, dtype in segment.outputs)
+
+    # In a loop nothing merges what is computed with what is recomputed.
+    func = jax.checkpoint(
+        inside, prevent_cse=env.place is not Surroundings.LOOP, policy=only_stores
+    )
+    inputs = [env.read_as(number, dtype) for number, dtype in segment.reads]
+    _write(env, segment.outputs, func(*inputs))
+
+
+def _write(
+    env: Environment, outputs: Sequence[tuple[int, np.dtype | None]], results: Sequence[Any]
+) -> None:
+    """Hand on what an island or a segment has made; a value may be there in both dtypes."""
+    for (number, dtype), result in zip(outputs, results, strict=True):
         if number in env.values:
             env.others[number, np.dtype(dtype)] = result
         else:

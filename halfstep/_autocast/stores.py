@@ -36,13 +36,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from halfstep._autocast.f8.int4 import BLOCK, Packed, pack, unpack
 from halfstep._autocast.f8.saved_residuals import Kept, keep, restore
 from halfstep._base import cast, settled, type_of
-from halfstep._policy import Factor
+from halfstep._policy import Factor, Operation, StoreRule
 
 _PREFIX = "halfstep/"
 _ON_DEVICE = f"{_PREFIX}stored"
 _OFFLOADED = f"{_PREFIX}offloaded/"
+_TO_HOST = f"{_OFFLOADED}device/pinned_host"
 RematPolicy = Callable[..., Any]
 """What `jax.checkpoint` takes: of a primitive and its operands, whether results are saved."""
 
@@ -51,8 +53,8 @@ RematPolicy = Callable[..., Any]
 class Store:
     """How one value is kept."""
 
-    factor: Factor | None = None
-    """The elements and scales of its code; `None` keeps it as it is."""
+    code: str | None = None
+    """`"e4m3"`, `"e5m2"` or `"int4"`; `None` keeps it as it is."""
     name: str = _ON_DEVICE
     """What the policy of the `jax.checkpoint` around it sees."""
     barred: bool = False
@@ -61,23 +63,56 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Saves:
-    """What the user's `jax.checkpoint` around a function saves, and how it is to be kept."""
+    """What the `jax.checkpoint`s around a function save, and how it is kept."""
 
-    policies: tuple[RematPolicy, ...]
-    """Of the `jax.checkpoint`s around it, the outermost first."""
-    factor: Factor
-    barred: bool
+    policies: tuple[RematPolicy, ...] = ()
+    """The user's, the outermost first; none where autocast puts `jax.checkpoint` itself."""
+    code: str | None = None
+    """The code of what these save."""
+    rules: tuple[StoreRule, ...] = ()
+    """The user's, which come before the policies."""
+    is_own: bool = False
+    """Whether autocast puts `jax.checkpoint` around what lies between loops and calls."""
+    barred: bool = True
     """As `Store.barred`. In a loop, whose backward pass is another loop, there is no need to."""
 
-    def within(self, policy: RematPolicy | None) -> "Saves":
-        """The same for a function that is in another `jax.checkpoint`."""
+    def within(self, policy: RematPolicy | None, *, barred: bool) -> "Saves":
+        """The same for a function that is in another `jax.checkpoint`, one of the user's."""
         more = () if policy is None else (policy,)
-        return dataclasses.replace(self, policies=(*self.policies, *more))
+        return dataclasses.replace(
+            self, policies=(*self.policies, *more), is_own=False, barred=barred
+        )
 
-    def store(
-        self, primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]
+    @property
+    def saves_anything(self) -> bool:
+        """Whether any value can be stored."""
+        return self.is_own or bool(self.rules) or bool(self.policies)
+
+    def chosen(self, operation: Operation, line: str) -> StoreRule | None:
+        """The first rule of the user's for the results of an operation."""
+        return next((rule for rule in self.rules if rule.matches(operation, line)), None)
+
+    def by_rule(self, rule: StoreRule) -> Store | None:
+        """How results are kept that a rule is for; `None` if they are recomputed."""
+        if rule.outcome == "recompute":
+            return None
+        if rule.outcome == "offload":
+            return Store(None, _TO_HOST, self.barred)
+        return Store(None if rule.outcome == "keep" else rule.outcome, barred=self.barred)
+
+    def by_policy(
+        self, primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any], *, dear: bool
     ) -> Store | None:
-        """How the results of an operation are kept; `None` if they are recomputed."""
+        """How the results of an operation are kept that no rule is for.
+
+        Args:
+            primitive: The operation.
+            avals: Its operands.
+            params: What it is bound with.
+            dear: Whether it costs much to recompute: a contraction, a kernel, a communication.
+        """
+        if self.is_own:
+            return Store(self.code, barred=self.barred) if dear else None
         found = (self._store(policy(primitive, *avals, **params)) for policy in self.policies)
         return next((store for store in found if store is not None), None)
 
@@ -88,7 +123,7 @@ class Saves:
             return None
         is_moved = hasattr(verdict, "dst")
         name = f"{_OFFLOADED}{verdict.src}/{verdict.dst}" if is_moved else _ON_DEVICE
-        return Store(self.factor, name, self.barred)
+        return Store(self.code, name, self.barred)
 
 
 def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
@@ -117,9 +152,9 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
     Returns:
         The same value; in what is recomputed, what its code stands for.
     """
-    if store.factor is None or not _is_encoded(value, store.factor, compute):
+    code = store.code
+    if code is None or not _is_encoded(value, code, compute):
         return checkpoint_name(value, store.name)
-    factor = store.factor
 
     @jax.custom_jvp
     def same(value: jax.Array) -> jax.Array:
@@ -127,27 +162,36 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
 
     def rule(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
         (value,) = primals
-        code = _encoded(_once(value), factor, compute)
+        made = _encoded(_once(value), code, compute)
         if store.barred:
-            value, code = jax.lax.optimization_barrier((value, code))
-        back = restore(checkpoint_name(code, store.name), value.dtype)
+            value, made = jax.lax.optimization_barrier((value, made))
+        back = _decoded(checkpoint_name(made, store.name), value.dtype)
         return _reread.bind(value, back), tangents[0]
 
     same.defjvp(rule)
     return same(value)
 
 
-def _is_encoded(value: Any, factor: Factor, compute: np.dtype) -> bool:
-    made = jax.eval_shape(lambda x: _encoded(x, factor, compute), value)
-    return isinstance(made, Kept)
+def _is_encoded(value: Any, code: str, compute: np.dtype) -> bool:
+    made = jax.eval_shape(lambda x: _encoded(x, code, compute), value)
+    return isinstance(made, Kept | Packed)
 
 
-def _encoded(value: jax.Array, factor: Factor, compute: np.dtype) -> jax.Array | Kept:
-    if value.dtype == np.dtype(np.float32):
-        return keep(cast(value, compute), factor)
+def _encoded(value: jax.Array, code: str, compute: np.dtype) -> jax.Array | Kept | Packed:
     # Settled first: 8 bits of what XLA left unrounded would differ from 8 bits of the value that
     # every other reader sees.
-    return keep(settled(value), factor)
+    is_wide = value.dtype == np.dtype(np.float32)
+    value = cast(value, compute) if is_wide else settled(value)
+    made = keep(value, Factor(element="e5m2" if code == "e5m2" else "e4m3", per="row"))
+    # Rows that are no whole blocks are kept in 8 bits.
+    row = value.shape[-1] if value.ndim else 0
+    if code == "int4" and isinstance(made, Kept) and row % (2 * BLOCK) == 0:
+        return pack(value)
+    return made
+
+
+def _decoded(made: jax.Array | Kept | Packed, dtype: np.dtype) -> jax.Array:
+    return unpack(made, dtype) if isinstance(made, Packed) else restore(made, dtype)
 
 
 @jax.custom_jvp

@@ -15,9 +15,10 @@ from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
+from halfstep._autocast.stores import Saves
 from halfstep._autocast.tracing import TracedCall, trace
 from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
-from halfstep._policy import Factor, Policy, PrecisionRule, as_policy
+from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy
 
 
 def autocast(
@@ -194,7 +195,11 @@ def settings_of(
         policy.accumulate is not None,
         _reduce_dtype(reduce_dtype, policy.compute),
         policy.recipe,
-        None if policy.residuals is None else Factor(element=policy.residuals, per="row"),
+        # What is stored operation by operation is not encoded a second time where it is read.
+        None
+        if policy.residuals is None or policy.stores
+        else Factor(element=policy.residuals, per="row"),
+        Saves(code=policy.residuals, rules=policy.stores, is_own=True) if policy.stores else None,
     )
 
 
@@ -218,13 +223,15 @@ def check_rules(plan: Plan) -> None:
     Raises:
         ValueError: With the names that come nearest to what the rule is for.
     """
-    rules = plan.settings.rules
+    rules = [*plan.settings.rules]
+    if plan.settings.saves is not None:
+        rules += plan.settings.saves.rules
     if not rules:
         return
     used, names, scopes = set(), set(), set()
     for owner, index in decided(plan):
         node = owner.graph.nodes[index]
-        used.add(owner.decisions[index].by)
+        used |= {owner.decisions[index].by, owner.decisions[index].stored_by}
         names.add(node.name)
         parts = node.scope.split("/")
         scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}
@@ -240,7 +247,7 @@ def check_rules(plan: Plan) -> None:
             )
 
 
-def _candidates(rule: PrecisionRule, names: set[str], scopes: set[str]) -> str:
+def _candidates(rule: PrecisionRule | StoreRule, names: set[str], scopes: set[str]) -> str:
     """The operations and scopes of a function that come nearest to what a rule is for."""
     near = []
     if rule.op is not None and rule.op not in names:

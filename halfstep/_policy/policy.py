@@ -16,13 +16,14 @@ from halfstep._base import DTypeLike, compile_rule, dtype_name, parse_dtype
 from halfstep._policy.cast import cast_tree
 from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
 from halfstep._policy.rules import PrecisionRule, as_rule
+from halfstep._policy.stores import StoreRule, as_store_rule
 
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]
 Residuals = Literal["e4m3", "e5m2"]
-_SEVERAL = ("keep", "rules")
+_SEVERAL = ("keep", "rules", "stores")
 """Fields that are written as lists."""
-_OF_OPERATIONS = ("rules", "accumulate", "recipe")
+_OF_OPERATIONS = ("rules", "accumulate", "recipe", "stores")
 """Fields that say something about single operations."""
 # The one-letter keys are jmp's, whose policies can be pasted.
 _KEYS = MappingProxyType(
@@ -61,6 +62,8 @@ class Policy:
         residuals: `"e4m3"` or `"e5m2"`: what is kept for the backward pass, factors of products and
             what islands are computed again from, is kept in 8 bits, each row with a scale. The
             forward pass does not change. `None` keeps it in the compute dtype.
+        stores: Which results are kept for the backward pass, and how, operation by operation:
+            `StoreRule`s, or their texts: `("store:op:dot_general=e4m3",)`.
         mode: `"autocast"`, operation by operation; or `"inputs"`, where all arguments are cast and
             the function runs with what it gets, as in the MPX paper.
 
@@ -98,6 +101,7 @@ class Policy:
     accumulate: np.dtype | None
     recipe: Recipe | None
     residuals: Residuals | None
+    stores: tuple[StoreRule, ...]
     mode: Mode
 
     def __init__(
@@ -111,12 +115,15 @@ class Policy:
         accumulate: DTypeLike | None = None,
         recipe: Recipe | str | None = None,
         residuals: Residuals | None = None,
+        stores: Sequence[StoreRule | str] = (),
         mode: Mode = "autocast",
     ):
         if isinstance(keep, str):
             raise TypeError(f"`keep` is a sequence of path rules; write keep=({keep!r},).")
         if isinstance(rules, str):
             raise TypeError(f"`rules` is a sequence of rules; write rules=({rules!r},).")
+        if isinstance(stores, str):
+            raise TypeError(f"`stores` is a sequence of rules; write stores=({stores!r},).")
         if mode not in get_args(Mode):
             raise ValueError(f"`mode` is 'autocast' or 'inputs'; got {mode!r}.")
         for rule in keep:
@@ -130,6 +137,7 @@ class Policy:
             "accumulate": _accumulator(accumulate, parse_dtype(compute)),
             "recipe": as_recipe(recipe),
             "residuals": residuals,
+            "stores": tuple(map(as_store_rule, stores)),
             "mode": mode,
         }
         if mode == "inputs" and any(values[name] for name in _OF_OPERATIONS):
@@ -137,6 +145,13 @@ class Policy:
                 "a policy that only casts inputs has no say over single operations; got "
                 f"{', '.join(name for name in _OF_OPERATIONS if values[name])} with mode='inputs'. "
                 "Leave these out, or use mode='autocast'."
+            )
+        if values["stores"] and values["compute"].itemsize != 2:
+            raise ValueError(
+                "`stores` is for autocast to 16 bits; got "
+                f"{', '.join(map(str, values['stores']))} with "
+                f"compute={dtype_name(values['compute'])!r}. Leave it out, or choose "
+                "compute='bf16'."
             )
         if values["recipe"] and values["compute"].itemsize != 2:
             raise ValueError(
@@ -178,6 +193,7 @@ class Policy:
         fields: dict[str, Any] = {"mode": "inputs"} if colon else {}
         keep: list[str] = []
         rules: list[str] = []
+        stores: list[str] = []
         # No path, scope or rule has a comma in it: each is checked where it is made.
         first, *rest = body.split(",")
         if "=" not in first:
@@ -190,6 +206,8 @@ class Policy:
                 fields[key] = value
             elif key.startswith(("op:", "scope:")):
                 rules.append(part)
+            elif key.startswith("store:"):
+                stores.append(part)
             elif equals and key in _KEYS and _KEYS[key] not in fields:
                 fields[_KEYS[key]] = parse_dtype(value)
             else:
@@ -198,12 +216,12 @@ class Policy:
                     f"{part.strip()!r} in the policy {text!r} {problem}; write parts such as "
                     "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state', "
                     "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32', 'recipe=f8', "
-                    "'residuals=e4m3'."
+                    "'residuals=e4m3', 'store:op:dot_general=e4m3'."
                 )
         fields.setdefault("param", "f32")
         fields.setdefault("compute", fields["param"])
         fields.setdefault("output", fields["compute"])
-        return Policy(**fields, keep=keep, rules=rules)
+        return Policy(**fields, keep=keep, rules=rules, stores=stores)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Policy":
@@ -251,6 +269,7 @@ class Policy:
             "accumulate": None if self.accumulate is None else dtype_name(self.accumulate),
             "recipe": None if self.recipe is None else self.recipe.name,
             "residuals": self.residuals,
+            "stores": self.stores,
             "mode": None if self.mode == "autocast" else self.mode,
         }
         pathlib.Path(path).write_text(to_toml(fields, notes), encoding="utf-8")
@@ -275,6 +294,7 @@ class Policy:
             parts.append(f"recipe={self.recipe.name}")
         if self.residuals is not None:
             parts.append(f"residuals={self.residuals}")
+        parts += map(str, self.stores)
         return ",".join(parts) + (":inputs" if self.mode == "inputs" else "")
 
     def __repr__(self) -> str:

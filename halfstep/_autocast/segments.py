@@ -1,0 +1,102 @@
+"""Segments: what lies between loops, branches, calls and effects, where rules say what is stored.
+
+A segment runs in a `jax.checkpoint` that saves nothing but its stores (see `stores`). It takes the
+place of islands, and unlike those it holds contractions: which of their results are stored is what
+the rules are about, and all else is recomputed from these.
+
+Loops, branches and calls are not part of a segment: they would run twice. Their bodies have
+segments of their own. Neither is anything with an effect, which must happen once.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from halfstep._autocast.islands import taken
+from halfstep._autocast.kinds import Kind
+from halfstep._autocast.plans import Plan, held_dtype
+from halfstep._program import Constant, CustomJvp
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Operations that are run, and recomputed, together."""
+
+    nodes: tuple[int, ...]
+    reads: tuple[tuple[int, np.dtype | None], ...]
+    """What comes in, and the dtype it is read in; `None` as it is held."""
+    outputs: tuple[tuple[int, np.dtype | None], ...]
+    """What goes out, and the dtype it is held in; a value may go out in both."""
+
+
+def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
+    """Operations and segments in an order in which they can run."""
+    apart = [_is_apart(plan, index) for index in range(len(plan.graph.nodes))]
+    levels = _levels(plan, apart)
+    together: dict[int, list[int]] = defaultdict(list)
+    alone: dict[int, list[int]] = defaultdict(list)
+    for index, level in enumerate(levels):
+        (alone if apart[index] else together)[level].append(index)
+    order: list[int | Segment] = []
+    for level in sorted({*together, *alone}):
+        if level in together:
+            order.append(_segment(plan, together[level], out_kinds))
+        order += alone[level]
+    return order
+
+
+def _is_apart(plan: Plan, index: int) -> bool:
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
+    holds = decision.inner is not None and not isinstance(node.structure, CustomJvp)
+    return node.effects or holds
+
+
+def _levels(plan: Plan, apart: Sequence[bool]) -> list[int]:
+    """Of each operation, how many of those that stand apart come before it.
+
+    As many as possible for all that is not apart: what only the last segment reads is made there,
+    and need not be handed to it. Along every edge of the graph levels do not fall, so that the
+    operations of one level can run together.
+    """
+    graph = plan.graph
+    levels: list[int] = []
+    effects = 0
+    for node in graph.nodes:
+        makers = [maker for operand in node.ins if (maker := graph.maker(operand)) is not None]
+        level = max((levels[maker] + apart[maker] for maker in makers), default=0)
+        if node.effects:
+            # Effects keep their order; those of one level run as they are written.
+            level = effects = max(level, effects)
+        levels.append(level)
+    for index in reversed(range(len(graph.nodes))):
+        outs = graph.nodes[index].outs
+        users = [user for number in outs for user in graph.users[number]]
+        if not apart[index] and users and graph.returned.isdisjoint(outs):
+            levels[index] = min(levels[user] for user in users)
+    return levels
+
+
+def _segment(plan: Plan, nodes: Sequence[int], out_kinds: Sequence[Kind]) -> Segment:
+    graph, compute = plan.graph, plan.settings.compute
+    chosen = set(nodes)
+    made = {number for index in nodes for number in graph.nodes[index].outs}
+    seen: dict[int, set[Kind]] = defaultdict(set)
+    for index in nodes:
+        for operand in graph.nodes[index].ins:
+            if not isinstance(operand, Constant) and operand not in made:
+                seen[operand].add(plan.seen(operand, plan.levels[index]))
+    # Rounded before it comes in, if no reader wants more: what comes in is kept as it is.
+    reads = {
+        number: compute if kinds == {Kind.LOW} and plan.kinds[number] is Kind.WIDE else None
+        for number, kinds in seen.items()
+    }
+    outputs: dict[tuple[int, np.dtype | None], None] = {}
+    for number in sorted(made):
+        for index in sorted(graph.users[number] - chosen):
+            outputs[number, taken(plan, number, index)] = None
+    for operand, kind in zip(graph.outputs, out_kinds, strict=True):
+        if not isinstance(operand, Constant) and operand in made:
+            outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
+    return Segment(tuple(nodes), tuple(reads.items()), tuple(outputs))

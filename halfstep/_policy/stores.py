@@ -1,0 +1,142 @@
+"""Rules of the user's for saved activations: what is kept for the backward pass, and how."""
+
+import dataclasses
+import fnmatch
+import re
+from typing import Literal as OneOf, get_args
+
+from halfstep._base import compile_rule
+from halfstep._policy.rules import Operation
+
+StoreOutcome = OneOf["keep", "e4m3", "e5m2", "int4", "recompute", "offload"]
+OUTCOMES: tuple[str, ...] = get_args(StoreOutcome)
+_PREFIX = "store:"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreRule:
+    """How the results of some operations are kept for the backward pass.
+
+    The first rule of a policy that matches is used. A policy with such rules keeps the results of
+    contractions unless a rule says otherwise, and recomputes everything else. Inside the user's own
+    `jax.checkpoint`, results are kept as its policy says unless a rule says otherwise.
+
+    Attributes:
+        outcome: `"keep"` (as they are, in 16 bits for most), `"e4m3"` or `"e5m2"` (in 8 bits, with
+            a scale for each row), `"int4"` (in 4 bits, with a scale and an offset for each block of
+            32), `"recompute"` (not at all), or `"offload"` (as they are, in the host's memory).
+        op: Which primitives, by name; `*` and `?` may be used. `None` means all.
+        scope: Which `jax.named_scope`s, in the grammar of path rules. `None` means all.
+        line: Which line of the user's code: `"model.py:12"`. `None` means all.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def loss(params, x):
+            with jax.named_scope("mlp"):
+                hidden = jax.nn.gelu(x @ params["up"])
+                return jnp.mean((hidden @ params["down"]) ** 2)
+
+
+        rule = halfstep.StoreRule("e4m3", scope="mlp")
+        assert rule == halfstep.StoreRule.parse("store:scope:mlp=e4m3")
+        policy = halfstep.Policy(compute="bf16", stores=(rule,))
+        assert str(policy) == "p=f32,c=bf16,o=f32,store:scope:mlp=e4m3"
+        params = {"up": jnp.ones((64, 64)), "down": jnp.ones((64, 64))}
+        grads = jax.grad(halfstep.autocast(loss, policy))(params, jnp.ones((32, 64)))
+        ```
+    """
+
+    outcome: StoreOutcome
+    op: str | None = None
+    scope: str | None = None
+    line: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.outcome not in OUTCOMES:
+            raise ValueError(
+                f"a saved activation is one of {', '.join(OUTCOMES)}; got {self.outcome!r}."
+            )
+        if self.op is None and self.scope is None and self.line is None:
+            raise ValueError(
+                f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
+                "line=; op='*' is for every operation."
+            )
+        if self.line is not None and (self.op is not None or self.scope is not None):
+            raise ValueError(
+                f"a rule for a line has neither op= nor scope=; got line={self.line!r} with "
+                f"op={self.op!r} and scope={self.scope!r}."
+            )
+        if self.line is not None and not re.fullmatch(r"[^,=@]+:\d+", self.line):
+            raise ValueError(
+                f"a line is written as a file and a number, 'model.py:12'; got {self.line!r}."
+            )
+        if self.scope is not None:
+            compile_rule(self.scope)
+        for text in (self.op, self.scope):
+            if text is not None and re.search(r"[,=@:]", text):
+                raise ValueError(
+                    f"{text!r} in a rule cannot contain a comma or one of '=@:'; write '?' in "
+                    "their place."
+                )
+
+    @staticmethod
+    def parse(text: str) -> "StoreRule":
+        """Read a rule such as `"store:op:dot_general@mlp=e4m3"`; `store:` may be left out.
+
+        Raises:
+            ValueError: If the text is no rule.
+        """
+        found = re.fullmatch(
+            r"(?:store:)?(?:op:(?P<op>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+)"
+            r"|line:(?P<line>[^=]+))=(?P<outcome>.+)",
+            text.strip(),
+        )
+        if not found:
+            raise ValueError(
+                "a rule for saved activations is a text such as 'store:op:dot_general=e4m3', "
+                "'store:scope:decoder/mlp=recompute', 'store:op:dot_general@mlp=offload' or "
+                f"'store:line:model.py:12=int4'; got {text!r}."
+            )
+        outcome = found["outcome"].strip()
+        scope = found["scope"] or found["inside"]
+        return StoreRule(outcome, op=found["op"], scope=scope, line=found["line"])
+
+    def __str__(self) -> str:
+        if self.line is not None:
+            place = f"line:{self.line}"
+        elif self.op is not None:
+            place = f"op:{self.op}" + (f"@{self.scope}" if self.scope is not None else "")
+        else:
+            place = f"scope:{self.scope}"
+        return f"{_PREFIX}{place}={self.outcome}"
+
+    def matches(self, operation: Operation, line: str) -> bool:
+        """Whether the results of an operation are concerned.
+
+        Args:
+            operation: What makes them.
+            line: Where it is written, with as much of the path as is known.
+        """
+        if self.line is not None:
+            return line == self.line or line.endswith(f"/{self.line}")
+        # Not `fnmatch`, which forgets about upper and lower case on Windows.
+        if self.op is not None and not fnmatch.fnmatchcase(operation.primitive, self.op):
+            return False
+        # With a slash at the end, so that `head` does not match `header`.
+        return self.scope is None or bool(compile_rule(self.scope).match(f"{operation.scope}/"))
+
+
+def as_store_rule(rule: object) -> StoreRule:
+    """A rule from its text, or the rule itself."""
+    if isinstance(rule, StoreRule):
+        return rule
+    if isinstance(rule, str):
+        return StoreRule.parse(rule)
+    raise TypeError(
+        f"a rule is a StoreRule or a text such as 'store:op:dot_general=e4m3'; got {rule!r}."
+    )
