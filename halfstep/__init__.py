@@ -20,6 +20,7 @@ from halfstep._explain import (
     ExplainFinding as ExplainFinding,
     ExplainOthers as ExplainOthers,
     ExplainReport as ExplainReport,
+    ExplainResidual as ExplainResidual,
     ExplainTotals as ExplainTotals,
     LintError as LintError,
     explain as explain,

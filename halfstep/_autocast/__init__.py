@@ -53,6 +53,7 @@ from halfstep._autocast.run import (
     Environment as Environment,
     held as held,
 )
+from halfstep._autocast.stores import StoreLabel as StoreLabel
 from halfstep._autocast.tracing import TracedCall as TracedCall, trace as trace
 from halfstep._autocast.transform import (
     autocast as autocast,

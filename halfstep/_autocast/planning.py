@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
+from jax.ref import AbstractRef
 
 from halfstep._autocast.decide import decide, operation_of
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
@@ -96,21 +97,25 @@ def _with_store(
 ) -> Decision:
     """A decision with how the results are kept for the backward pass."""
     saves = settings.saves
-    # What is made of parameters and constants alone is kept with those.
-    if saves is None or all(kind.is_weight for kind in decision.outs):
+    # What is made of parameters and constants alone is kept with those; what an effect makes is
+    # kept by JAX, and a `Ref` is a place and no value.
+    is_place = any(isinstance(graph.avals[number], AbstractRef) for number in node.outs)
+    if saves is None or node.effects or is_place or all(k.is_weight for k in decision.outs):
         return decision
-    if saves.rules:
-        line = _line(node) if any(rule.line is not None for rule in saves.rules) else ""
-        rule = saves.chosen(operation_of(node, graph), line)
-        if rule is not None:
-            return dataclasses.replace(decision, store=saves.by_rule(rule), stored_by=str(rule))
     avals = []
     for operand, kind in zip(node.ins, kinds, strict=True):
         aval = graph.aval(operand)
         dtype = held_dtype(aval, kind, settings.compute)
         avals.append(aval if dtype is None else aval.update(dtype=dtype))
-    store = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier)
-    return dataclasses.replace(decision, store=store)
+    store, by = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier), ""
+    if saves.rules:
+        line = _line(node) if any(rule.line is not None for rule in saves.rules) else ""
+        dear = decision.barrier or store is not None
+        rule = saves.chosen(operation_of(node, graph), line, dear=dear)
+        if rule is not None:
+            store, by = saves.by_rule(rule), str(rule)
+    store = None if store is None else store.named(node.name, by)
+    return dataclasses.replace(decision, store=store, stored_by=by)
 
 
 def _line(node: Node) -> str:

@@ -108,13 +108,17 @@ class Environment(Interpreter[Any]):
             result if dtype is None or result.dtype == dtype else cast(result, dtype)
             for result, dtype in zip(results, dtypes, strict=True)
         ]
-        store = self.plan.decisions[index].store
+        return [self.keep(result, index) for result in results]
+
+    def keep(self, value: Any, index: int | None) -> Any:
+        """A result of an operation, kept for the backward pass as the plan says."""
+        store = None if index is None else self.plan.decisions[index].store
         if store is None:
-            return results
+            return value
         settings = self.plan.settings
         if settings.has_segments and self.place is Surroundings.LOOP:
             store = dataclasses.replace(store, barred=False)
-        return [stored(result, store, compute=settings.compute) for result in results]
+        return stored(value, store, compute=settings.compute)
 
     def read_as(self, operand: Operand, dtype: np.dtype | None) -> Any:
         """A value in a dtype, as it is held for `None`."""
@@ -282,15 +286,16 @@ def _run_segment(env: Environment, segment: Segment) -> None:
     def inside(*values: Any) -> tuple[Any, ...]:
         inner = Environment(env.plan, env.place, slots=env.slots)
         for (number, _), value in zip(segment.reads, values, strict=True):
-            inner.write(number, value)
+            # What comes in would be kept as it is, beside its code.
+            inner.write(number, inner.keep(value, env.plan.maker(number)))
         for index in segment.nodes:
             inner.step(index)
         return tuple(inner.read_where_made(number, dtype) for number, dtype in segment.outputs)
 
     # In a loop nothing merges what is computed with what is recomputed.
-    func = jax.checkpoint(
-        inside, prevent_cse=env.place is not Surroundings.LOOP, policy=only_stores
-    )
+    last = env.place is Surroundings.WHOLE and segment.is_last
+    prevent_cse = env.place is not Surroundings.LOOP and not last
+    func = jax.checkpoint(inside, prevent_cse=prevent_cse, policy=only_stores)
     inputs = [env.read_as(number, dtype) for number, dtype in segment.reads]
     _write(env, segment.outputs, func(*inputs))
 

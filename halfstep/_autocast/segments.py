@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from jax.ref import AbstractRef
 
 from halfstep._autocast.islands import taken
 from halfstep._autocast.kinds import Kind
@@ -29,12 +30,19 @@ class Segment:
     """What comes in, and the dtype it is read in; `None` as it is held."""
     outputs: tuple[tuple[int, np.dtype | None], ...]
     """What goes out, and the dtype it is held in; a value may go out in both."""
+    is_last: bool
+    """Whether nothing that is dear to recompute is in it, or comes after it."""
 
 
 def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
     """Operations and segments in an order in which they can run."""
     apart = [_is_apart(plan, index) for index in range(len(plan.graph.nodes))]
     levels = _levels(plan, apart)
+    # Between the forward and the backward pass of what comes after the last contraction, such as a
+    # loss, nothing lies: it needs no barrier, and is a segment of its own.
+    last = _last(plan, apart)
+    after = 1 + max(levels, default=0)
+    levels = [after if index in last else level for index, level in enumerate(levels)]
     together: dict[int, list[int]] = defaultdict(list)
     alone: dict[int, list[int]] = defaultdict(list)
     for index, level in enumerate(levels):
@@ -42,7 +50,8 @@ def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
     order: list[int | Segment] = []
     for level in sorted({*together, *alone}):
         if level in together:
-            order.append(_segment(plan, together[level], out_kinds))
+            is_last = level == after
+            order.append(_segment(plan, together[level], out_kinds, is_last=is_last))
         order += alone[level]
     return order
 
@@ -50,7 +59,20 @@ def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
 def _is_apart(plan: Plan, index: int) -> bool:
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     holds = decision.inner is not None and not isinstance(node.structure, CustomJvp)
-    return node.effects or holds
+    # To make a `Ref` is no effect, and it must not be made twice either.
+    avals = map(plan.graph.aval, (*node.ins, *node.outs))
+    return node.effects or holds or any(isinstance(aval, AbstractRef) for aval in avals)
+
+
+def _last(plan: Plan, apart: Sequence[bool]) -> set[int]:
+    """The operations after which nothing comes that is dear or stands apart, and are neither."""
+    graph = plan.graph
+    leads: set[int] = set()
+    for index in reversed(range(len(graph.nodes))):
+        users = (user for number in graph.nodes[index].outs for user in graph.users[number])
+        if apart[index] or plan.decisions[index].barrier or any(user in leads for user in users):
+            leads.add(index)
+    return set(range(len(graph.nodes))) - leads
 
 
 def _levels(plan: Plan, apart: Sequence[bool]) -> list[int]:
@@ -78,7 +100,9 @@ def _levels(plan: Plan, apart: Sequence[bool]) -> list[int]:
     return levels
 
 
-def _segment(plan: Plan, nodes: Sequence[int], out_kinds: Sequence[Kind]) -> Segment:
+def _segment(
+    plan: Plan, nodes: Sequence[int], out_kinds: Sequence[Kind], *, is_last: bool
+) -> Segment:
     graph, compute = plan.graph, plan.settings.compute
     chosen = set(nodes)
     made = {number for index in nodes for number in graph.nodes[index].outs}
@@ -99,4 +123,4 @@ def _segment(plan: Plan, nodes: Sequence[int], out_kinds: Sequence[Kind]) -> Seg
     for operand, kind in zip(graph.outputs, out_kinds, strict=True):
         if not isinstance(operand, Constant) and operand in made:
             outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
-    return Segment(tuple(nodes), tuple(reads.items()), tuple(outputs))
+    return Segment(tuple(nodes), tuple(reads.items()), tuple(outputs), is_last)

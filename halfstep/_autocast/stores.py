@@ -45,6 +45,7 @@ _PREFIX = "halfstep/"
 _ON_DEVICE = f"{_PREFIX}stored"
 _OFFLOADED = f"{_PREFIX}offloaded/"
 _TO_HOST = f"{_OFFLOADED}device/pinned_host"
+_ENCODED = "encoded"
 RematPolicy = Callable[..., Any]
 """What `jax.checkpoint` takes: of a primitive and its operands, whether results are saved."""
 
@@ -56,9 +57,41 @@ class Store:
     code: str | None = None
     """`"e4m3"`, `"e5m2"` or `"int4"`; `None` keeps it as it is."""
     name: str = _ON_DEVICE
-    """What the policy of the `jax.checkpoint` around it sees."""
+    """What the policy of the `jax.checkpoint` around it sees. `explain` reads more, see `named`."""
     barred: bool = False
     """Whether XLA must be kept from making the code where it is due, and the value until then."""
+
+    def named(self, operation: str, by: str = "") -> "Store":
+        """The same, with the operation and the rule in its name."""
+        label = StoreLabel(operation, self.code or "", by)
+        return dataclasses.replace(self, name=f"{self.name}#{label}")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreLabel:
+    """What the name of a stored value says about it."""
+
+    operation: str
+    code: str
+    by: str
+    is_encoded: bool = False
+    """Whether the value was large enough for its code."""
+    is_moved: bool = False
+    """Whether it is in the host's memory."""
+
+    def __str__(self) -> str:
+        return f"{self.operation}#{self.code}#{self.by}"
+
+    @staticmethod
+    def read(name: str) -> "StoreLabel | None":
+        """What a name of `jax.checkpoint` says; `None` if it is not one of these."""
+        place, *parts = name.split("#")
+        if not place.startswith(_PREFIX) or len(parts) < 3:
+            return None
+        operation, code, by, *more = parts
+        return StoreLabel(
+            operation, code, by, is_encoded=bool(more), is_moved=place.startswith(_OFFLOADED)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +121,18 @@ class Saves:
         """Whether any value can be stored."""
         return self.is_own or bool(self.rules) or bool(self.policies)
 
-    def chosen(self, operation: Operation, line: str) -> StoreRule | None:
-        """The first rule of the user's for the results of an operation."""
-        return next((rule for rule in self.rules if rule.matches(operation, line)), None)
+    def chosen(self, operation: Operation, line: str, *, dear: bool) -> StoreRule | None:
+        """The first rule of the user's for the results of an operation.
+
+        Args:
+            operation: What makes them.
+            line: Where it is written.
+            dear: Whether they would be stored, or would cost much to recompute. A rule that names
+                no operation is for these only: all that is computed in a scope, stored in 8 bits,
+                would take more memory than its contractions in 16.
+        """
+        concerned = (rule for rule in self.rules if dear or rule.op is not None)
+        return next((rule for rule in concerned if rule.matches(operation, line)), None)
 
     def by_rule(self, rule: StoreRule) -> Store | None:
         """How results are kept that a rule is for; `None` if they are recomputed."""
@@ -130,7 +172,7 @@ def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
     """A policy of `jax.checkpoint` that saves what has been stored, and nothing else."""
     name = params.get("name", "") if primitive.name == "name" else ""
     if name.startswith(_OFFLOADED):
-        source, target = name.removeprefix(_OFFLOADED).split("/")
+        source, target = name.partition("#")[0].removeprefix(_OFFLOADED).split("/")
         offload = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[name],
@@ -138,7 +180,7 @@ def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
             offload_dst=target,
         )
         return offload(primitive, *_, **params)
-    return name == _ON_DEVICE
+    return name.startswith(_ON_DEVICE)
 
 
 def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
@@ -165,7 +207,7 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
         made = _encoded(_once(value), code, compute)
         if store.barred:
             value, made = jax.lax.optimization_barrier((value, made))
-        back = _decoded(checkpoint_name(made, store.name), value.dtype)
+        back = _decoded(checkpoint_name(made, f"{store.name}#{_ENCODED}"), value.dtype)
         return _reread.bind(value, back), tangents[0]
 
     same.defjvp(rule)

@@ -21,6 +21,7 @@ from halfstep._base import (
 )
 from halfstep._explain.entries import ExplainEntry
 from halfstep._explain.findings import ExplainFinding
+from halfstep._explain.residual_rows import ExplainResidual
 from halfstep._explain.totals import ExplainTotals, f8_fix, is_f8_eligible, is_low, why_not_f8
 from halfstep._policy import Recipe
 from halfstep._program import Source
@@ -82,6 +83,8 @@ class ExplainReport(Report):
         findings: What can be changed, and what to type.
         notes: What else is to be known.
         recipe: The policy's recipe for products in 8 or 4 bits, if it has one.
+        residuals: Every value that is kept for the backward pass, the largest first, and those that
+            rules recompute.
 
     Example:
         ```python
@@ -103,6 +106,7 @@ class ExplainReport(Report):
     findings: tuple[ExplainFinding, ...]
     notes: tuple[str, ...]
     recipe: Recipe | None = None
+    residuals: tuple[ExplainResidual, ...] = ()
 
     def __str__(self) -> str:
         parts = [_summary(self), *map(str, self.findings), self.table()]
@@ -119,6 +123,15 @@ class ExplainReport(Report):
                 dtypes are on one, and what only moves values is left out.
         """
         return _table(self.operations, full=full)
+
+    def residual_table(self) -> str:
+        """What is kept for the backward pass, and what rules recompute, as a table."""
+        head = ["bytes", "decision", "type", "operation", "source", "scope", "rule"]
+        cells = [
+            [size(r.bytes), r.decision, str(r.type), r.operation, r.source.short, r.scope, r.by]
+            for r in self.residuals
+        ]
+        return aligned([head, *cells], [True, *[False] * 6])
 
     def at(self, place: str) -> tuple[ExplainEntry, ...]:
         """The operations of a source line, `"model.py:41"`, or of a whole file, `"model.py"`."""
@@ -143,6 +156,7 @@ class ExplainReport(Report):
             "findings": [finding.to_dict() for finding in self.findings],
             "operations": [entry.to_dict() for entry in self.operations],
             "notes": list(self.notes),
+            "residuals": [residual.to_dict() for residual in self.residuals],
         }
 
     def check(

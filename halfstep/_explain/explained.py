@@ -37,6 +37,7 @@ from halfstep._explain.flops import is_unseen
 from halfstep._explain.magnitudes import magnitudes
 from halfstep._explain.places import PlanPlace
 from halfstep._explain.promotion import promotions
+from halfstep._explain.residual_rows import rows
 from halfstep._explain.stored import Residual, residuals
 from halfstep._explain.totals import casts, own_casts, totals_of
 from halfstep._explain.walk import Step, walk
@@ -141,6 +142,7 @@ def explain(
             merged(findings),
             tuple(notes),
             policy.recipe,
+            rows(stored or (), steps),
         )
 
     return explained

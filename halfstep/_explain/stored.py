@@ -35,6 +35,8 @@ class Residual:
     """Whether it is an argument in another dtype or shape, such as a weight that was cast."""
     is_constant: bool
     """Whether it is a number that is written out, in a shape."""
+    label: str = ""
+    """The name that it has for `jax.checkpoint`."""
 
 
 def residuals(
@@ -99,6 +101,7 @@ def _residual(var: core.Var, function: "_Function", finder: Finder) -> Residual:
         str(equation.source_info.name_stack),
         isinstance(seen := function.viewed(var), int),
         isinstance(seen, core.Literal),
+        str(equation.params.get("name", "")) if equation.primitive.name == "name" else "",
     )
 
 
@@ -113,11 +116,17 @@ class _Function:
         """The operation that makes a value, inside of the calls and loops that hand it out."""
         found = self._inside(var)
         if found is None:
-            return self.made[var]
+            return self._moved(self.made[var])
         inner, wanted = found
         if isinstance(wanted, core.Literal) or wanted not in inner.made:
             return self.made[var]
         return inner.origin(wanted)
+
+    def _moved(self, equation: core.JaxprEqn) -> core.JaxprEqn:
+        """What made a value that the operation only moves to the host."""
+        (var, *_) = equation.invars
+        is_move = equation.primitive.name == "device_put" and isinstance(var, core.Var)
+        return self.made[var] if is_move and var in self.made else equation
 
     def viewed(self, var: core.Var | core.Literal) -> "int | core.Literal | None":
         """The number of the argument that a value is, in whatever dtype and shape it is now.

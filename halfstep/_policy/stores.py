@@ -25,7 +25,9 @@ class StoreRule:
         outcome: `"keep"` (as they are, in 16 bits for most), `"e4m3"` or `"e5m2"` (in 8 bits, with
             a scale for each row), `"int4"` (in 4 bits, with a scale and an offset for each block of
             32), `"recompute"` (not at all), or `"offload"` (as they are, in the host's memory).
-        op: Which primitives, by name; `*` and `?` may be used. `None` means all.
+        op: Which primitives, by name; `*` and `?` may be used. `None` means those whose results
+            would be kept without the rule: contractions, kernels and values with a
+            `checkpoint_name`, or what the policy of the user's `jax.checkpoint` saves.
         scope: Which `jax.named_scope`s, in the grammar of path rules. `None` means all.
         line: Which line of the user's code: `"model.py:12"`. `None` means all.
 

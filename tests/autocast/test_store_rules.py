@@ -1,0 +1,216 @@
+"""Rules for what is kept for the backward pass: by operation, scope and line."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import halfstep
+from halfstep import Policy, StoreRule
+from halfstep._autocast.f8.int4 import BLOCK, pack, unpack
+from tests._jaxprs import equations
+from tests.autocast.test_stores import HIDDEN, LAYERS, ROWS, WIDTH, dots, saved, start
+from tests.f8.test_frameworks import cosine, flat
+
+pytestmark = [pytest.mark.core, pytest.mark.types]
+
+RULES = {
+    "store:op:dot_general=keep": 0.9999,
+    "store:op:dot_general=e4m3": 0.999,
+    "store:scope:**/mlp=e4m3": 0.999,
+    "store:op:dot_general=int4": 0.99,
+    "store:op:dot_general=recompute": 0.9999,
+}
+UP = "op:dot_general@**/mlp"
+
+
+def loss_of(*, scan: bool = True, remat: bool = False) -> Any:
+    def layer(x: Any, params: Any) -> Any:
+        with jax.named_scope("mlp"):
+            hidden = jax.nn.gelu(x @ params["up"])
+        return x + hidden @ params["down"], None
+
+    def loss(params: Any, x: Any) -> Any:
+        body = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+        x = 0.5 * x
+        if scan:
+            x, _ = jax.lax.scan(body, x, params)
+        else:
+            for number in range(LAYERS):
+                x, _ = body(x, jax.tree.map(lambda stack, n=number: stack[n], params))
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def step(loss: Any, policy: str) -> Any:
+    return jax.jit(jax.value_and_grad(halfstep.autocast(loss, policy)))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_stay(rule: str, scan: bool):
+    params, x = start()
+    loss = loss_of(scan=scan)
+    value, exact = step(loss, "bf16")(params, x)
+    same, grads = step(loss, f"bf16,{rule}")(params, x)
+    # The forward pass is the same, bit for bit.
+    assert value == same
+    assert cosine(flat(grads), flat(exact)) >= RULES[rule]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_is_stored(remat: bool):
+    params, x = start()
+    loss = loss_of(remat=remat)
+    count = LAYERS * ROWS * HIDDEN
+
+    def kept(rule: str) -> dict[str, int]:
+        return saved(halfstep.autocast(loss, f"bf16,store:{UP}={rule}"), params, x)
+
+    none, eight, four = kept("recompute"), kept("e4m3"), kept("int4")
+    own = none.get("bfloat16", 0)
+    assert kept("keep")["bfloat16"] == own + 2 * count
+    assert eight["float8_e4m3fn"] == count
+    assert four["uint8"] == count // 2
+    # An offset and a step for each block, of two bytes.
+    assert four["bfloat16"] == own + 2 * 2 * count // BLOCK
+
+
+def test_recomputing_costs_products_and_storing_none():
+    params, x = start()
+    plain = dots(step(loss_of(), "bf16"), params, x)
+    counts = {
+        rule: dots(step(loss_of(), f"bf16,store:{UP}={rule}"), params, x)
+        for rule in ("keep", "e4m3", "recompute")
+    }
+    assert counts == {"keep": plain, "e4m3": plain, "recompute": plain + 1}
+
+
+def test_offload_moves_16_bits_to_the_host():
+    params, x = start()
+    func = jax.grad(halfstep.autocast(loss_of(), f"bf16,store:{UP}=offload"))
+    moved = [
+        equation.outvars[0].aval
+        for equation in equations(jax.make_jaxpr(func)(params, x))
+        if equation.primitive.name == "device_put"
+    ]
+    assert {str(aval.dtype) for aval in moved} == {"bfloat16"}
+    assert {aval.shape for aval in moved} == {(ROWS, HIDDEN)}
+
+
+def test_by_line():
+    def loss(w: Any, x: Any) -> Any:
+        first = jnp.tanh(x @ w)
+        return jnp.mean(jnp.tanh(first @ w) ** 2)
+
+    line = loss.__code__.co_firstlineno + 1
+    w, x = jnp.eye(WIDTH), start()[1]
+    kept = saved(halfstep.autocast(loss, f"bf16,store:line:test_store_rules.py:{line}=e4m3"), w, x)
+    assert kept["float8_e4m3fn"] == ROWS * WIDTH
+
+
+def test_under_vmap_and_with_effects():
+    params, x = start()
+    seen: list[float] = []
+
+    def loss(params: Any, x: Any) -> Any:
+        made = loss_of()(params, x)
+        jax.debug.callback(lambda value: seen.append(float(value)), made)
+        return made * 2
+
+    policy = "bf16,store:op:dot_general=e4m3"
+    value, grads = step(loss, policy)(params, x)
+    jax.effects_barrier()
+    assert seen == [float(value) / 2]
+    many = jax.jit(jax.vmap(jax.grad(halfstep.autocast(loss_of(), policy)), (None, 0)))(
+        params, jnp.stack([x, x])
+    )
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(many), strict=True):
+        atol = eps * float(jnp.abs(one).max())
+        np.testing.assert_allclose(2 * two[1], one, rtol=eps, atol=atol)
+
+
+def test_branches_loops_and_refs():
+    def loss(w: Any, x: Any) -> Any:
+        count = jax.new_ref(jnp.zeros(()))
+        x = jax.lax.cond(jnp.sum(x) > 0, lambda x: jnp.tanh(x @ w), lambda x: x @ w, x)
+        count[...] += 1.0
+        x = jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ w), x)
+        return jnp.mean(x**2) * count[...]
+
+    w, x = jnp.eye(WIDTH) * 0.9, start()[1]
+    value, exact = step(loss, "bf16")(w, x)
+    same, grads = step(loss, "bf16,store:op:dot_general=e4m3")(w, x)
+    assert value == same
+    assert cosine(grads.ravel(), exact.ravel()) >= 0.999
+
+
+def test_second_derivatives_of_what_is_kept_or_recomputed():
+    params, x = start()
+
+    def slope(params: Any, policy: str) -> Any:
+        grads = jax.grad(halfstep.autocast(loss_of(), policy))(params, x)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
+
+    exact = jax.grad(slope)(params, "bf16")
+    for rule in ("keep", "recompute"):
+        grads = jax.grad(slope)(params, f"bf16,store:op:dot_general={rule}")
+        assert cosine(flat(grads), flat(exact)) >= 0.999
+    with pytest.raises(TypeError, match="no second derivative"):
+        jax.grad(slope)(params, "bf16,store:op:dot_general=e4m3")
+
+
+def test_a_rule_for_nothing_is_an_error():
+    params, x = start()
+    for rule in ("store:scope:attention=e4m3", "store:op:sin=keep", "store:line:a.py:1=int4"):
+        with pytest.raises(ValueError, match=f"{rule}' is for nothing"):
+            halfstep.autocast(loss_of(), f"bf16,{rule}")(params, x)
+
+
+def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
+    rules = (
+        "store:op:dot_general@**/mlp=int4",
+        "store:scope:head=offload",
+        "store:line:m.py:3=keep",
+    )
+    policy = Policy(compute="bf16", stores=rules)
+    assert policy.stores[0] == StoreRule("int4", op="dot_general", scope="**/mlp")
+    assert Policy.parse(str(policy)) == policy
+    assert str(policy) == "p=f32,c=bf16,o=f32," + ",".join(rules)
+    policy.save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("store:op:dot_general=int3", "a saved activation is one of keep, e4m3"),
+        ("store:dot_general=keep", "a rule for saved activations is a text such as"),
+        ("store:line:m.py=keep", "a line is written as a file and a number"),
+    ],
+)
+def test_wrong_rules(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        Policy.parse(f"bf16,{text}")
+    with pytest.raises(ValueError, match="`stores` is for autocast to 16 bits"):
+        Policy(compute="f32", stores=("store:op:dot_general=keep",))
+
+
+def test_four_bits_and_what_is_masked():
+    value = jax.random.normal(jax.random.key(0), (8, 128)).astype(jnp.bfloat16)
+    value = value.at[0, :BLOCK].set(-jnp.inf).at[1, 3].set(-jnp.inf).at[2].set(7)
+    back = unpack(pack(value), np.dtype(jnp.bfloat16))
+    assert (jnp.isinf(back) == jnp.isinf(value)).all()
+    blocks = jnp.where(jnp.isinf(value), 0, value).astype(jnp.float32).reshape(8, -1, BLOCK)
+    span = blocks.max(-1, keepdims=True) - blocks.min(-1, keepdims=True)
+    off = jnp.abs(
+        jnp.where(jnp.isinf(back), 0, back).astype(jnp.float32).reshape(blocks.shape) - blocks
+    )
+    # Half a step, and the roundings of the offset and of the result.
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    assert (off <= span / 14 * (0.5 + 14 * eps) + 2 * eps * jnp.abs(blocks).max()).all()
