@@ -10,7 +10,7 @@ from halfstep._base.jaxprs import ClosedJaxpr
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr and of every jaxpr inside of it."""
+    """All equations of a jaxpr and of every jaxpr inside it."""
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr = jaxpr.jaxpr
     for equation in jaxpr.eqns:

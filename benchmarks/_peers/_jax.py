@@ -35,7 +35,7 @@ class Library:
     floor: float | None = None
     """What `begin` says is the smallest scale."""
     axis: Callable[..., Any] | None = None
-    """`gradient` inside of `shard_map`, if it is told of the axis."""
+    """`gradient` inside `shard_map`, if it is told of the axis."""
 
 
 # Casting.

@@ -130,7 +130,7 @@ def hand_written() -> Variants:
 
 
 def instructions(text: str) -> int:
-    """HLO instructions in an optimized program, those inside of fusions included."""
+    """HLO instructions in an optimized program, those inside fusions included."""
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.MULTILINE))
 
 

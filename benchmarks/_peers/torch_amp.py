@@ -282,7 +282,7 @@ def rules() -> _probe.Found:
     _probe.absent(torch.amp, "rule", "policy")
     return _probe.Found(
         "partly",
-        "`autocast(enabled=False)` inside of the model's code; no name of `torch.amp` has a rule.",
+        "`autocast(enabled=False)` inside the model's code; no name of `torch.amp` has a rule.",
     )
 
 

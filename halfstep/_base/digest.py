@@ -71,7 +71,7 @@ def _compiled(out: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.
 
 
 def device_sums(array: jax.Array) -> UInt32[Array, " two"]:
-    """The two sums of an array, or of a shard of one, inside of a compiled function."""
+    """The two sums of an array, or of a shard of one, inside a compiled function."""
     return jnp.stack(_sums(jnp, _device_words(array)))
 
 

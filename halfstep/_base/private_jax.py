@@ -66,7 +66,7 @@ def lines_of_backward_functions() -> Generator[None, None, None]:
 
 
 def _is_in_backward_function(traceback: Traceback) -> bool:
-    """Whether a frame that is not JAX's is inside of its backward pass."""
+    """Whether a frame that is not JAX's is inside its backward pass."""
     inside = outside = False
     for frame in traceback.frames:
         is_jax = frame.file_name.startswith(_JAX)

@@ -221,7 +221,7 @@ def _looked_into(
     found = magnitudes(root, call.arrays)
     if found.skipped:
         names = ", ".join(found.skipped)
-        notes.append(f"contractions inside of {names} were not looked into for their values")
+        notes.append(f"contractions inside {names} were not looked into for their values")
     return [
         dataclasses.replace(
             step,
@@ -252,7 +252,7 @@ def _notes(steps: list[Step]) -> list[str]:
     if any(label.startswith("branch") for label in labels):
         notes.append("all branches of a cond are counted")
     if "shard_map" in labels:
-        notes.append("inside of shard_map the figures are those of one device")
+        notes.append("inside shard_map the figures are those of one device")
     # A figure that leaves something out says so: a share of FLOPs in low precision would look
     # better than it is.
     unseen = [step.entry for step in steps if is_unseen(step.node.name, step.node.params)]

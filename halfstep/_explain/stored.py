@@ -113,7 +113,7 @@ class _Function:
         self.made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
     def origin(self, var: core.Var) -> core.JaxprEqn:
-        """The operation that makes a value, inside of the calls and loops that hand it out."""
+        """The operation that makes a value, inside the calls and loops that hand it out."""
         found = self._inside(var)
         if found is None:
             return self._moved(self.made[var])

@@ -1,4 +1,4 @@
-"""All operations of a plan and of the plans inside of it."""
+"""All operations of a plan and of the plans inside it."""
 
 import dataclasses
 import itertools

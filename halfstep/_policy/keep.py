@@ -32,7 +32,7 @@ def _kept() -> Generator[None, None, None]:
 
 
 def keep_precision(func: Callable[..., Any] | None = None) -> Any:
-    """Leave a function, or what is inside of a `with`, in the precision it is written in.
+    """Leave a function, or what is inside a `with`, in the precision it is written in.
 
     `autocast` does not lower the operations inside, matrix products and loops included. What comes
     in from 16-bit operations is float32 there. Where there is no autocast it does nothing.

@@ -149,7 +149,7 @@ def amp(
 
 
 def amp_stop(f: Any = None) -> Any:
-    """Leave a function, or what is inside of a `with`, as it is written, whatever `amp` does.
+    """Leave a function, or what is inside a `with`, as it is written, whatever `amp` does.
 
     It is the scope `jax.named_scope("amp_stop")`.
 

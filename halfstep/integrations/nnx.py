@@ -370,7 +370,7 @@ def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwar
     optimizer_def, optimizer_state = nnx.split(optimizer)
 
     def commit(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        # Fresh objects: those of the caller cannot be changed inside of the gate's own trace.
+        # Fresh objects: those of the caller cannot be changed inside the gate's own trace.
         inner_model = nnx.merge(model_def, state[0], rest, copy=True)
         inner_optimizer = nnx.merge(optimizer_def, state[1], copy=True)
         inner_optimizer.update(inner_model, grads, **kwargs)

@@ -1,4 +1,4 @@
-"""Faults inside of loops, branches, shards, kernels and derivatives of one's own, in plain JAX."""
+"""Faults inside loops, branches, shards, kernels and derivatives of one's own, in plain JAX."""
 
 import functools
 

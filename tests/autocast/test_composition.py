@@ -1,4 +1,4 @@
-"""Autocast of every transformation inside of every other: values, gradients and dtypes."""
+"""Autocast of every transformation inside every other: values, gradients and dtypes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -183,7 +183,7 @@ TRANSFORMS = {
 
 
 def exists(outer: str, inner: str) -> bool:
-    """Whether JAX itself can run one inside of the other."""
+    """Whether JAX itself can run one inside the other."""
     inside = TRANSFORMS[inner]
     if outer == "plain" != inner:
         return False  # As is the other way around.
@@ -205,7 +205,7 @@ COMMON = ("vmap", "grad", "scan", "remat", "custom_vjp")
 
 
 def on_every_change(outer: str, inner: str) -> bool:
-    """Each alone, those of training code in each other, and each outside and inside of two more."""
+    """Each alone, those of training code in each other, and each outside and inside two more."""
     if inner == "plain" or {outer, inner} <= set(COMMON):
         return True
     names = list(TRANSFORMS)[1:]

@@ -214,7 +214,7 @@ def test_a_rule_that_closes_over_a_traced_value():
         layer.defvjp(lambda x: (layer(x), None), lambda _, cotangent: (scale * cotangent,))
         return jnp.sum(layer(x))
 
-    # As inside of jit, scan and checkpoint: a rule cannot close over what is traced.
+    # As inside jit, scan and checkpoint: a rule cannot close over what is traced.
     with pytest.raises(ValueError, match="uses a value of the function that autocast rewrites"):
         jax.grad(autocast(loss), argnums=1)(W, X)
 

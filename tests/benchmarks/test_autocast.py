@@ -74,7 +74,7 @@ def test_distance():
 
 
 def test_every_run_traces_anew():
-    """A loss that counts how often it is called, and a jitted function inside of it."""
+    """A loss that counts how often it is called, and a jitted function inside it."""
     calls = []
 
     @jax.jit

@@ -18,7 +18,7 @@ SCOPES = 64
 
 
 def _planted(sensitive):
-    """A loss of many scopes, of which some overflow in float16 inside of them."""
+    """A loss of many scopes, of which some overflow in float16 inside them."""
 
     def loss(ws, x):
         for number, w in enumerate(ws):

@@ -123,7 +123,7 @@ UPDATE = "dynamic-update-slice(%x, %r, %i, %zero)"
     [
         # Parameters that nothing uses are not read.
         ("ROOT %o = f32[16,8] add(%x, %y)", "f32[16,8]", 2 * X, X),
-        # Slices, also behind element-wise operations and inside of another fusion.
+        # Slices, also behind element-wise operations and inside another fusion.
         (f"ROOT %o = f32[2,8] {SLICE}", "f32[2,8]", R + 4, R),
         (
             "%m = bf16[16,8] convert(%x)\n  %t = bf16[8,16] transpose(%m), dimensions={1,0}\n"

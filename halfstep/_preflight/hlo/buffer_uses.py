@@ -32,7 +32,7 @@ class Writer:
     Attributes:
         node: The instruction, as it is scheduled: often a fusion.
         index: Where in its result the value is.
-        origin: The operation that computes what is written; inside of a fusion, or before it.
+        origin: The operation that computes what is written; inside a fusion, or before it.
         in_loop: Whether it updates a part of the buffer in each iteration of a loop.
     """
 
@@ -67,7 +67,7 @@ class BufferUses:
         return self._graph.members[node.called[0]]
 
     def results(self, node: Node) -> tuple[Node, ...]:
-        """The instructions inside of a fusion that make its results, or the instruction itself."""
+        """The instructions inside a fusion that make its results, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
         root = self._root(node.called[0])
