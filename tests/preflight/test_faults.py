@@ -209,6 +209,30 @@ def test_the_library_makes_what_triton_refuses(worker: Any):
     assert makers(plain=plain, hard=hard) == ["library", "library"]
 
 
+def test_an_answer_that_an_older_halfstep_kept_is_not_taken(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+):
+    pid = worker(
+        "import gzip\n"
+        "names = ('argument', 'output', 'alias', 'temp')\n"
+        "memory = {f'{name}_size_in_bytes': 1 for name in names}\n"
+        "with gzip.open(folder / 'program.hlo.gz', 'wt') as file:\n"
+        "    file.write('HloModule m\\n\\nENTRY %main (x: f32[8]) -> f32[8] {\\n'\n"
+        "               '  ROOT %x = f32[8]{0} parameter(0)\\n}\\n')\n"
+        "with gzip.open(folder / 'buffers.pb.gz', 'wb') as file:\n"
+        "    file.write(b'')\n"
+        "answer = {'memory': memory, 'estimates': {}}\n"
+        "(folder / 'answer.json').write_text(json.dumps(answer))\n"
+    )
+    assert preflight()["h100"].peak is None, "the compiler has written no buffer assignment"
+    pid.unlink()
+    preflight()
+    assert not pid.exists(), "taken from the cache"
+    monkeypatch.setattr(_compile, "_ANSWER_VERSION", 0)
+    preflight()
+    assert pid.exists()
+
+
 def test_what_the_worker_is_given(worker: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
