@@ -9,6 +9,8 @@ import platform
 import sys
 from typing import Any
 
+import halfstep
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -19,7 +21,8 @@ def versions(*packages: str) -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            # halfstep may be that of the working directory.
+            found[package] = halfstep.__version__ if package == "halfstep" else "not installed"
     return found
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.ecosystem --json FILE [PROGRAM ...]
 
 Each program is tiny, unmodified, and runs in a process of its own. A program whose package is not
-installed is left out. `--resume` keeps the rows that FILE has: of a run that was interrupted, or
+installed is left out. `--resume` keeps the figures that FILE has: of a run that was interrupted, or
 that was made in another environment. Needs the group `ecosystem`, in an environment of its own, and
 `ecosystem-oldest` in another.
 """
@@ -23,18 +23,31 @@ from benchmarks._report import parser, report, table, write
 
 MODULE = "benchmarks.ecosystem"
 SECONDS = 600
+LEEWAY = 1.1
+"""How much larger an error may be than that of casting inputs: medians of a few samples vary."""
 _FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
-def _child(name: str, fault: str) -> None:
+def _child(name: str, fault: str, known: str) -> None:
     from tests.ecosystem._examples import EXAMPLES
     from tests.ecosystem._measure import measure
 
-    print(json.dumps(measure(EXAMPLES[name], fault=fault == "yes")))
+    print(json.dumps(measure(EXAMPLES[name], fault=fault == "yes", known=json.loads(known))))
 
 
-def measured(name: str, package: str, seconds: int, *, fault: bool) -> dict[str, Any]:
-    """One program in a process of its own."""
+def measured(
+    name: str, package: str, seconds: int, *, fault: bool, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One program in a process of its own.
+
+    Args:
+        name: Of the program.
+        package: Of the program.
+        seconds: After which it is ended.
+        fault: Whether a fault is planted as well.
+        known: Figures of an earlier run.
+    """
+    known = known or {}
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -44,15 +57,17 @@ def measured(name: str, package: str, seconds: int, *, fault: bool) -> dict[str,
         "XLA_FLAGS": _FLAGS,
     }
     command = [sys.executable, "-m", MODULE, "--child", name, "yes" if fault else "no"]
+    command.append(json.dumps(known))
+    failed: dict[str, Any] = {"name": name, "package": package, **known}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"name": name, "package": package, "failed": f"not done after {seconds} s"}
+        return {**failed, "failed": f"not done after {seconds} s"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it ended without a word"]
-        return {"name": name, "package": package, "failed": lines[-1][:300]}
+        return {**failed, "failed": lines[-1][:300]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -64,7 +79,7 @@ def no_worse(row: dict[str, Any]) -> bool | None:
     ours, theirs = row.get("bf16"), row.get("bf16_inputs")
     if not isinstance(ours, float) or not isinstance(theirs, float):
         return None
-    return ours <= 1.1 * theirs if row.get("inputs_run_low") is True else None
+    return ours <= LEEWAY * theirs if row.get("inputs_run_low") is True else None
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
@@ -107,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--seconds", type=int, default=SECONDS, help="at most, of each")
     options.add_argument("--no-fault", action="store_true", help="plant no faults")
     options.add_argument(
-        "--resume", action="store_true", help="keep the rows that the file of --json has"
+        "--resume", action="store_true", help="keep the figures that the file of --json has"
     )
     parsed = options.parse_args(argv)
     from tests.ecosystem._examples import EXAMPLES
@@ -116,11 +131,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = _kept(parsed.json) if parsed.resume else {}
     rows: list[dict[str, Any]] = []
     for example in tqdm(chosen, desc="programs", disable=None):
-        if example.name in kept:
-            rows.append(kept[example.name])
-        elif all(importlib.util.find_spec(module) for module in example.modules):
+        known = kept.get(example.name, {})
+        installed = all(importlib.util.find_spec(module) for module in example.modules)
+        if known and ("fault" in known or parsed.no_fault or not installed):
+            rows.append(known)
+        elif installed:
             made = measured(
-                example.name, example.package, parsed.seconds, fault=not parsed.no_fault
+                example.name,
+                example.package,
+                parsed.seconds,
+                fault=not parsed.no_fault,
+                known=known,
             )
             rows.append(made)
             print(json.dumps(made), file=sys.stderr, flush=True)
@@ -135,11 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kept(path: str | None) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier run, but not of programs that failed as a whole."""
-    if path in (None, "-") or not pathlib.Path(path).exists():
+    """The figures of an earlier run by program; a program that failed is tried again."""
+    if path is None or path == "-" or not pathlib.Path(path).exists():
         return {}
     rows = json.loads(pathlib.Path(path).read_text())["rows"]
-    return {row["name"]: row for row in rows if "failed" not in row}
+    figures = [{key: row[key] for key in row if key != "failed"} for row in rows]
+    return {row["name"]: row for row in figures if "loss" in row}
 
 
 if __name__ == "__main__":

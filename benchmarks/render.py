@@ -23,6 +23,7 @@ from benchmarks._hardening import fuzz_text, soak_text
 from benchmarks._images import markdown
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
+from benchmarks._works_with import text as works_with_text
 from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.kernels import COLUMNS as KERNEL_COLUMNS, lines as kernel_lines
@@ -532,6 +533,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "bisect": bisect,
         "coverage": coverage_text,
         "debug": debug,
+        "ecosystem": works_with_text,
         "fashion_mnist": fashion_mnist,
         "faults": fault_text,
         "fp8": f8_text,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ecosystem, fuzz_programs
+from benchmarks import _works_with, ecosystem, fuzz_programs
 from benchmarks._report import report
 
 RAN: dict[str, Any] = {"programs": 100, "compared": 95, "failures": []}
@@ -88,3 +88,63 @@ def test_other_people_s_programs_keep_their_bars():
 def test_other_people_s_programs_miss_a_bar(figures: dict[str, Any]):
     made = ecosystem.bars([row(number, **figures) for number in range(45)])
     assert list(made.values()).count(False) == 1
+
+
+def test_the_page_says_what_fails_and_which_bars_are_missed():
+    rows = [
+        row(0, note="needs care", fault="dot_general at a.py:3 loss", share=0.5, tracing=1.25),
+        row(1, f16="ValueError: no\nmore"),
+        row(2, bf16_inputs="TypeError: no", inputs_run_low="TypeError: no"),
+        row(3, bf16=0.03),
+        row(4, inputs_run_low=False, version="1.0", jax="0.12"),
+        {"name": "5", "package": "5", "failed": "not done after 600 s"},
+    ]
+    lines = _works_with.text({"rows": rows}).splitlines()
+
+    def cells(name: str) -> list[str]:
+        found = next(line for line in lines if line.startswith(f"| `{name}` "))
+        return [cell.strip() for cell in found.strip("|").split("|")]
+
+    assert cells("0")[1:] == [
+        "1 %",
+        "2 %",
+        "0.1 %",
+        "",
+        "50 %",
+        "1.2",
+        "`dot_general`, `a.py:3 loss`",
+    ]
+    assert cells("1")[3] == "raises"
+    assert cells("2")[2] == "raises"
+    assert cells("4")[2] == "(2 %)"
+    assert cells("5")[1] == "fails"
+    assert {
+        "- `0` needs care.",
+        "- `1` f16: ValueError: no.",
+        "- `5` fails: not done after 600 s.",
+    } <= (set(lines))
+    assert "- all in bf16 and f16: **missed**" in lines
+    assert "With JAX 0.12: 4 1.0." in lines
+    # Compared are 0, 1 and 3, of which the last is worse.
+    assert "in 3 of them" in lines[0]
+    assert "casting inputs in 2, and" in lines[0]
+
+
+def test_a_run_is_resumed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Finished rows are kept, those without a fault are completed, failed ones tried again."""
+    names = ["jax_dot_product_attention", "optax_ctc", "optax_contrastive"]
+    done = row(0, name=names[0], loss=1.0, fault="here")
+    begun = row(1, name=names[1], loss=1.0)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": [done, begun, {"name": names[2], "failed": "so"}]}))
+    asked: dict[str, Any] = {}
+
+    def measured(name: str, package: str, seconds: int, *, fault: bool, known: Any) -> Any:
+        asked[name] = known
+        return {**row(2), "package": package, "name": name, "fault": "there"}
+
+    monkeypatch.setattr(ecosystem, "measured", measured)
+    ecosystem.main(["--resume", "--json", str(path), *names])
+    assert asked == {names[1]: begun, names[2]: {}}
+    rows = json.loads(path.read_text())["rows"]
+    assert [one["fault"] for one in rows] == ["here", "there", "there"]

@@ -1,8 +1,9 @@
 """One program of another package under every policy, by numbers."""
 
 import importlib.metadata
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -131,27 +132,32 @@ def planted_fault(subject: Subject) -> str:
     return "nothing" if found is None else f"{found.site.op} at {found.site.source}"
 
 
-def measure(example: Example, *, fault: bool = True) -> dict[str, Any]:
+def measure(
+    example: Example, *, fault: bool = True, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """All figures of one program; where one cannot be had, why.
 
     Args:
         example: The program.
         fault: Whether a fault is planted and looked for as well.
+        known: Figures of an earlier run, which are not measured again.
     """
     begun = time.process_time()
     subject = Subject(example)
     row: dict[str, Any] = {"name": example.name, "package": example.package}
     row |= {"version": importlib.metadata.version(example.package), "jax": jax.__version__}
-    row |= {"note": example.note, "loss": float(subject.value)}
-    seconds = {"f32": round(time.process_time() - begun, 2)}
+    row |= {"loss": float(subject.value), "seconds": {}, **(known or {}), "note": example.note}
+    row["seconds"].setdefault("f32", round(time.process_time() - begun, 2))
 
     def attempt(name: str, figure: Callable[[], Any]) -> None:
+        if name in row:
+            return
         begun = time.process_time()
         try:
             row[name] = figure()
         except Exception as error:
-            row[name] = f"{type(error).__name__}: {str(error).strip()}"[:300]
-        seconds[name] = round(time.process_time() - begun, 2)
+            row[name] = _said(error)
+        row["seconds"][name] = round(time.process_time() - begun, 2)
 
     attempt("bf16", lambda: gradient_error(subject, "bf16"))
     attempt("bf16_inputs", lambda: gradient_error(subject, "bf16:inputs"))
@@ -162,8 +168,14 @@ def measure(example: Example, *, fault: bool = True) -> dict[str, Any]:
     attempt("tracing", lambda: tracing_ratio(subject))
     if fault:
         attempt("fault", lambda: planted_fault(subject))
-    return {**row, "seconds": seconds}
+    return row
 
 
 def _share(subject: Subject) -> float:
     return float(halfstep.explain(subject.loss, "bf16")(subject.params, *subject.data).totals.low)
+
+
+def _said(error: Exception) -> str:
+    """An error in short, without the folder in which packages are installed."""
+    text = re.sub(r"(?:/[^\s/]+)+/site-packages/", "", str(error).strip())
+    return f"{type(error).__name__}: {text}"[:300]
