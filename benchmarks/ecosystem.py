@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = kept.get(example.name, {})
         installed = all(importlib.util.find_spec(module) for module in example.modules)
         if known and ("fault" in known or parsed.no_fault or not installed):
-            rows.append(known)
+            rows.append({**known, "note": example.note})
         elif installed:
             made = measured(
                 example.name,

@@ -291,7 +291,14 @@ def equimo_vision_transformer() -> Made:
     return loss, model, (numbers.normal(4, 3, 16, 16), numbers.integers(10, 4))
 
 
-@FRAMEWORKS.add("haliax")
+_NEEDS_AN_OLDER_JAX = (
+    "runs on the oldest supported JAX. The last release of haliax does not import ([haliax #115]"
+    "(https://github.com/marin-community/haliax/issues/115)), and the development version reads "
+    "`jax.core.is_constant_dim`, which newer JAX does not have"
+)
+
+
+@FRAMEWORKS.add("haliax", note=_NEEDS_AN_OLDER_JAX)
 def haliax_attention() -> Made:
     hax, numbers = import_module("haliax"), Numbers()
     attention = import_module("haliax.nn.attention")
@@ -314,7 +321,7 @@ def haliax_attention() -> Made:
     return loss, params, (numbers.normal(2, 8, 32),)
 
 
-@FRAMEWORKS.add("haliax")
+@FRAMEWORKS.add("haliax", note=_NEEDS_AN_OLDER_JAX)
 def haliax_stacked_with_checkpoints() -> Made:
     hax, numbers = import_module("haliax"), Numbers()
     embed, layer, batch = hax.Axis("E", 32), hax.Axis("L", 3), hax.Axis("B", 8)

@@ -68,8 +68,9 @@ def _implicit(solve: Callable[[Any, jax.Array], Any]) -> Made:
 
 _RAISES: dict[str, Any] = {
     "without": ("f16",),
-    "note": "needs `EQX_ON_ERROR=nan` for f16: its linear solver otherwise raises where too high a "
-    "loss scale makes a cotangent infinite, before the step could be skipped",
+    "note": "needs the environment variable `EQX_ON_ERROR=nan` in float16. Otherwise the linear "
+    "solver of the backward pass raises where a loss scale is too high, before the step can be "
+    "skipped ([lineax #117](https://github.com/patrick-kidger/lineax/issues/117))",
 }
 
 
@@ -118,8 +119,9 @@ def lineax_cholesky_and_cg() -> Made:
 
 @SCIENCE.add(
     "jaxopt",
-    note="the solver is given its data as arguments: closed-over arguments of the loss are refused "
-    "by JAX, under `jax.grad(jax.jit(loss))` as well",
+    note="passes its data to the solver as arguments. A solver that closes over arguments of the "
+    "loss raises `UnexpectedTracerError`, also under `jax.grad(jax.jit(loss))` "
+    "([JAX #34216](https://github.com/jax-ml/jax/pull/34216))",
 )
 def jaxopt_implicit_gradient_descent() -> Made:
     jaxopt, numbers = import_module("jaxopt"), Numbers()
