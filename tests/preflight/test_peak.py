@@ -19,7 +19,7 @@ from halfstep._preflight.hlo.buffer_assignment import (
     Allocation,
     BufferAssignment,
     Event,
-    Graph,
+    HloGraph,
     Value,
     decode,
 )
@@ -266,7 +266,7 @@ def _assignment(
     sizes: dict[int, int], events: list[Event], allocations: list[Allocation]
 ) -> BufferAssignment:
     values = {number: Value(number, (), size, 0) for number, size in sizes.items()}
-    graph = Graph({}, {}, {}, 0)
+    graph = HloGraph({}, {}, {}, 0)
     return BufferAssignment(
         graph, values, {one.number: one for one in allocations}, {0: tuple(events)}
     )

@@ -13,7 +13,7 @@ from halfstep import PreflightReport
 from halfstep._autocast.f8.product import ELEMENTS
 from halfstep._preflight import Argument, Change, Product
 from halfstep._preflight.report import saved as _saved
-from tests.preflight._entries import GIB, entry
+from tests.preflight._entries import GIB, entry, peak
 from tests.preflight.test_report import GAVE_UP
 
 KEPT = (
@@ -25,6 +25,7 @@ FULL = entry(
     program="abc",
     written={"float32": GIB},
     versions={"halfstep": "0.1.0", "jax": "0.10.2"},
+    peak=peak(),
 )
 
 
@@ -329,6 +330,7 @@ def test_every_figure_of_an_entry_is_compared():
         "flags": (), "versions": {"jax": "1"}, "notes": ("a note",), "arguments": (),
         "written": {}, "roofline": dataclasses.replace(FULL.roofline, compute_seconds=1.0)
         if FULL.roofline else None,
+        "peak": dataclasses.replace(peak(), buffers=()),
     }  # fmt: skip
     assert set(changed) | left_out == set(whole)
     recomputed = Product("f32[8]", "f32[8]", "f32[8]", 1, 1, "rematted_computation/dot", "")

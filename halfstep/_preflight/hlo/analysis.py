@@ -101,7 +101,7 @@ def analyze(text: str) -> Analysis:
     Args:
         text: The optimized HLO of one program, `compiled.as_text()`, for a CPU, GPU or TPU.
 
-    Reiterations:
+    Returns:
         The counts, per device and step.
 
     Raises:

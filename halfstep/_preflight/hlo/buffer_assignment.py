@@ -35,7 +35,7 @@ DTYPES: Mapping[int, str] = types.MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class HloNode:
     """One instruction of the program.
 
     Attributes:
@@ -76,11 +76,11 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Graph:
+class HloGraph:
     """The program: instructions by number, and of each computation its root and its parameters."""
 
-    nodes: Mapping[int, Node]
-    members: Mapping[int, tuple[Node, ...]]
+    nodes: Mapping[int, HloNode]
+    members: Mapping[int, tuple[HloNode, ...]]
     roots: Mapping[int, int]
     entry: int
 
@@ -146,7 +146,7 @@ class Event:
 class BufferAssignment:
     """A program and where its values lie."""
 
-    graph: Graph
+    graph: HloGraph
     values: Mapping[int, Value]
     allocations: Mapping[int, Allocation]
     traces: Mapping[int, tuple[Event, ...]]
@@ -214,9 +214,9 @@ def _event(message: Message) -> Event:
     return Event(kinds[kind], message.integer(2), message.integer(5), message.text(4))
 
 
-def _graph(module: Message) -> Graph:
+def _graph(module: Message) -> HloGraph:
     stacks = _stacks(module.message(17))
-    members: dict[int, tuple[Node, ...]] = {}
+    members: dict[int, tuple[HloNode, ...]] = {}
     roots: dict[int, int] = {}
     for computation in module.messages(3):
         number = computation.integer(5)
@@ -225,12 +225,12 @@ def _graph(module: Message) -> Graph:
             _node(message, number, stacks) for message in computation.messages(2)
         )
     nodes = {node.id: node for nodes in members.values() for node in nodes}
-    return Graph(nodes, members, roots, module.integer(6))
+    return HloGraph(nodes, members, roots, module.integer(6))
 
 
-def _node(message: Message, computation: int, stacks: StackTables) -> Node:
+def _node(message: Message, computation: int, stacks: StackTables) -> HloNode:
     metadata = message.message(7)
-    return Node(
+    return HloNode(
         id=message.integer(35),
         name=message.text(1),
         opcode=message.text(2),

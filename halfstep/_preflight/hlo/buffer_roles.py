@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, Node, Value
+from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, HloNode, Value
 from halfstep._preflight.hlo.buffer_uses import BufferUses, Writer
 from halfstep._preflight.hlo.op_names import Pass, read
 
@@ -37,7 +37,7 @@ class BufferUse:
     """
 
     role: str
-    origin: Node
+    origin: HloNode
     array: str
     instruction: str
 
@@ -78,7 +78,7 @@ class BufferRoles:
 
     def _role(
         self,
-        node: Node,
+        node: HloNode,
         value: Value,
         telling: list[Writer],
         writers: tuple[Writer, ...],
@@ -98,7 +98,7 @@ class BufferRoles:
         update = any(self._of(result) == "other" for r in readers for result in self._results(r))
         return GRADIENTS if returned or update else TEMPORARIES
 
-    def _results(self, node: Node) -> tuple[Node, ...]:
+    def _results(self, node: HloNode) -> tuple[HloNode, ...]:
         return self._uses.results(node)
 
     def _written_in(self, writer: Writer) -> Pass:
@@ -108,12 +108,12 @@ class BufferRoles:
         # Where the operation has no name, that of the kernel is of the same pass.
         return self._of(writer.node) if of == "unknown" else of
 
-    def _reads_in_backward(self, node: Node) -> bool:
+    def _reads_in_backward(self, node: HloNode) -> bool:
         return any(self._of(inner) == "backward" for inner in self._uses.inside(node))
 
-    def _of(self, node: Node) -> Pass:
+    def _of(self, node: HloNode) -> Pass:
         return read(node.op_name).of
 
 
-def _is_collective(node: Node) -> bool:
+def _is_collective(node: HloNode) -> bool:
     return node.opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES

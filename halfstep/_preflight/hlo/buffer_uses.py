@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfstep._preflight.hlo.buffer_assignment import Graph, Node, ShapeIndex
+from halfstep._preflight.hlo.buffer_assignment import HloGraph, HloNode, ShapeIndex
 from halfstep._preflight.hlo.op_names import read
 
-Position = tuple[Node, ShapeIndex]
+Position = tuple[HloNode, ShapeIndex]
 """A place where a value is seen: an instruction, and where in its result."""
 
 # Their result is their operand, in the same memory.
@@ -36,13 +36,13 @@ class Writer:
         in_loop: Whether it updates a part of the buffer in each iteration of a loop.
     """
 
-    node: Node
+    node: HloNode
     index: ShapeIndex
-    origin: Node
+    origin: HloNode
     in_loop: bool
 
 
-def _is_known(node: Node) -> bool:
+def _is_known(node: HloNode) -> bool:
     """Whether an instruction says which operation of the step it comes from."""
     return node.opcode != "parameter" and read(node.op_name).of != "unknown"
 
@@ -50,23 +50,23 @@ def _is_known(node: Node) -> bool:
 class BufferUses:
     """Walks through a program, forward to readers and backward to writers."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: HloGraph):
         self._graph = graph
-        self._users: dict[int, list[tuple[Node, int]]] = defaultdict(list)
-        self._callers: dict[int, list[Node]] = defaultdict(list)
+        self._users: dict[int, list[tuple[HloNode, int]]] = defaultdict(list)
+        self._callers: dict[int, list[HloNode]] = defaultdict(list)
         for node in graph.nodes.values():
             for position, operand in enumerate(node.operands):
                 self._users[operand].append((node, position))
             for computation in node.called:
                 self._callers[computation].append(node)
 
-    def inside(self, node: Node) -> tuple[Node, ...]:
+    def inside(self, node: HloNode) -> tuple[HloNode, ...]:
         """The instructions of a fusion, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
         return self._graph.members[node.called[0]]
 
-    def results(self, node: Node) -> tuple[Node, ...]:
+    def results(self, node: HloNode) -> tuple[HloNode, ...]:
         """The instructions inside a fusion that make its results, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
@@ -75,7 +75,7 @@ class BufferUses:
             return (root,)
         return tuple(self._graph.nodes[operand] for operand in root.operands)
 
-    def writers(self, node: Node, index: ShapeIndex) -> tuple[Writer, ...]:
+    def writers(self, node: HloNode, index: ShapeIndex) -> tuple[Writer, ...]:
         """Find what computes a value, those in loops first."""
         found: dict[tuple[int, ShapeIndex], Writer] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
@@ -91,9 +91,9 @@ class BufferUses:
                 found[node.id, index] = self._writer(node, index)
         return tuple(sorted(found.values(), key=lambda one: not one.in_loop))
 
-    def readers(self, *positions: Position) -> tuple[Node, ...]:
+    def readers(self, *positions: Position) -> tuple[HloNode, ...]:
         """Find what reads the values at some positions, wherever they are passed on to."""
-        found: dict[int, Node] = {}
+        found: dict[int, HloNode] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
         waiting = list(positions)
         while waiting:
@@ -114,7 +114,7 @@ class BufferUses:
                 waiting += self._returned(node.computation, index)
         return tuple(found.values())
 
-    def _behind(self, user: Node, operand: int, index: ShapeIndex) -> list[Position] | None:
+    def _behind(self, user: HloNode, operand: int, index: ShapeIndex) -> list[Position] | None:
         """Where an instruction passes an operand on to; `None` if it reads it."""
         match user.opcode:
             case "get-tuple-element":
@@ -148,7 +148,7 @@ class BufferUses:
             elif caller.opcode == "async-start":
                 yield caller, (1, *index)
 
-    def _before(self, node: Node, index: ShapeIndex) -> Iterator[Position]:
+    def _before(self, node: HloNode, index: ShapeIndex) -> Iterator[Position]:
         """Where a value is that an instruction only passes on; nothing if it computes it."""
         nodes = self._graph.nodes
         match node.opcode:
@@ -182,13 +182,13 @@ class BufferUses:
             case _:
                 return
 
-    def _writer(self, node: Node, index: ShapeIndex) -> Writer:
+    def _writer(self, node: HloNode, index: ShapeIndex) -> Writer:
         origin, updates = self._origin(node, index)
         return Writer(node, index, origin, updates and node.computation != self._graph.entry)
 
-    def _origin(self, node: Node, index: ShapeIndex) -> tuple[Node, bool]:
+    def _origin(self, node: HloNode, index: ShapeIndex) -> tuple[HloNode, bool]:
         """The operation that computes what an instruction writes, and if it only updates a part."""
-        nodes, outer = self._graph.nodes, list[Node]()
+        nodes, outer = self._graph.nodes, list[HloNode]()
         first, updates = node, False
         for _ in range(_FAR):
             if node.opcode == "fusion":
@@ -227,7 +227,7 @@ class BufferUses:
         # The walk can end where nothing is said, such as at a loop's own parameter.
         return next((n for n in (node, first) if _is_known(n)), self._known(first)), updates
 
-    def _known(self, node: Node) -> Node:
+    def _known(self, node: HloNode) -> HloNode:
         """The nearest instruction before one that has a name, or an argument of the program's.
 
         A copy of a parameter in another dtype, which the compiler makes before a loop, has none.
@@ -246,27 +246,27 @@ class BufferUses:
                 break
         return node
 
-    def _done(self, done: Node, index: ShapeIndex) -> ShapeIndex:
+    def _done(self, done: HloNode, index: ShapeIndex) -> ShapeIndex:
         """Where in the result of a `-done` a value of its `-start` is."""
         start = self._graph.nodes[done.operands[0]]
         return index if start.opcode == "all-reduce-start" else index[1:]
 
-    def _started(self, start: Node, index: ShapeIndex) -> ShapeIndex:
+    def _started(self, start: HloNode, index: ShapeIndex) -> ShapeIndex:
         """Where in the result of a `-start` a value of its `-done` is."""
         if start.opcode == "all-reduce-start" or start.opcode.endswith("-update"):
             return index
         return (0 if start.opcode == "copy-start" else 1, *index)
 
-    def _root(self, computation: int) -> Node:
+    def _root(self, computation: int) -> HloNode:
         return self._graph.nodes[self._graph.roots[computation]]
 
-    def _roots(self, node: Node) -> Iterator[Node]:
+    def _roots(self, node: HloNode) -> Iterator[HloNode]:
         return (self._root(computation) for computation in node.called)
 
-    def _parameters(self, node: Node, number: int) -> Iterator[Node]:
+    def _parameters(self, node: HloNode, number: int) -> Iterator[HloNode]:
         return (p for c in node.called for p in self._parameters_of(c, number))
 
-    def _parameters_of(self, computation: int, number: int) -> Iterator[Node]:
+    def _parameters_of(self, computation: int, number: int) -> Iterator[HloNode]:
         for node in self._graph.members[computation]:
             if node.opcode == "parameter" and node.parameter == number:
                 yield node

@@ -137,6 +137,18 @@ def _figures(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]:
             yield change
     if before.peak_bytes is not None and after.peak_bytes is not None:
         yield from _each("memory: {}", before.memory, after.memory, "bytes")
+    if before.peak is not None and after.peak is not None:
+        # Those of arguments are rows of the memory already.
+        old, new = (
+            {
+                role: bytes
+                for role, bytes in entry.peak.by("role").items()
+                if role not in entry.memory
+            }
+            for entry in (before, after)
+            if entry.peak is not None
+        )
+        yield from _each("at the peak: {}", old, new, "bytes")
     if before.written is not None and after.written is not None:
         yield from _each("written in {}", before.written, after.written, "bytes")
     if before.roofline is not None and after.roofline is not None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, Node, decode
+from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, HloNode, decode
 from halfstep._preflight.hlo.buffer_roles import BufferRoles
 from halfstep._preflight.hlo.live_buffers import LiveBuffer, LiveBuffers, live_buffers
 from halfstep._preflight.hlo.op_names import read
@@ -219,7 +219,7 @@ def _described(
 
 
 def _argument(
-    buffer: LiveBuffer, parameter: Node | None, arguments: Sequence[Argument]
+    buffer: LiveBuffer, parameter: HloNode | None, arguments: Sequence[Argument]
 ) -> PeakBuffer:
     given = _given(parameter, arguments)
     label = parameter.op_name if parameter is not None else ""
@@ -235,7 +235,7 @@ def _argument(
     )
 
 
-def _given(parameter: Node | None, arguments: Sequence[Argument]) -> Argument | None:
+def _given(parameter: HloNode | None, arguments: Sequence[Argument]) -> Argument | None:
     """The argument that a parameter of the program is.
 
     JAX leaves out arguments that are not used, and names the others by their number: `args[7]`.

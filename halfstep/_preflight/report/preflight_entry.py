@@ -183,25 +183,7 @@ def make_entry(
         "program": program.fingerprint,
     }
     if compiled.exceeded is not None:
-        return PreflightEntry(
-            **common,
-            fits=False,
-            peak_bytes=required_bytes(compiled.exceeded),
-            argument_bytes=None,
-            output_bytes=None,
-            alias_bytes=None,
-            temp_bytes=None,
-            memory=roles,
-            contractions=None,
-            products=None,
-            uncounted=(),
-            collectives=None,
-            traffic_bytes=None,
-            roofline=None,
-            estimates={},
-            notes=(f"the compiler gave up: {compiled.exceeded}",),
-            peak=make_peak(compiled.buffers, arguments, on_tpu=True, peak_bytes=None),
-        )
+        return _refused(common, compiled, compiled.exceeded)
     given, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
     alias, temporary = said["alias_size_in_bytes"], said["temp_size_in_bytes"]
     code = said.get("generated_code_size_in_bytes", 0)
@@ -244,6 +226,30 @@ def make_entry(
             peak_bytes=peak,
             code_bytes=code,
         ),
+    )
+
+
+def _refused(common: dict[str, Any], compiled: CompilerAnswer, why: str) -> PreflightEntry:
+    """The entry of a step for which the compiler found no place: no program, few figures."""
+    arguments = common["arguments"]
+    return PreflightEntry(
+        **common,
+        fits=False,
+        peak_bytes=required_bytes(why),
+        argument_bytes=None,
+        output_bytes=None,
+        alias_bytes=None,
+        temp_bytes=None,
+        memory=bytes_by_role(arguments),
+        contractions=None,
+        products=None,
+        uncounted=(),
+        collectives=None,
+        traffic_bytes=None,
+        roofline=None,
+        estimates={},
+        notes=(f"the compiler gave up: {why}",),
+        peak=make_peak(compiled.buffers, arguments, on_tpu=True, peak_bytes=None),
     )
 
 
