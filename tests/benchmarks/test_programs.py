@@ -124,6 +124,7 @@ def test_the_page_says_what_fails_and_which_bars_are_missed():
         "- `5` fails: not done after 600 s.",
     } <= (set(lines))
     assert "- all in bf16 and f16: **missed**" in lines
+    assert any("without any leeway" in line and line.endswith("**missed**") for line in lines)
     assert "With JAX 0.12: 4 1.0." in lines
     # Compared are 0, 1 and 3, of which the last is worse.
     assert "in 3 of them" in lines[0]
