@@ -223,7 +223,7 @@ def check_rules(plan: Plan) -> None:
     Raises:
         ValueError: With the names that come nearest to what the rule is for.
     """
-    rules = [*plan.settings.rules]
+    rules: list[PrecisionRule | StoreRule] = [*plan.settings.rules]
     if plan.settings.saves is not None:
         rules += plan.settings.saves.rules
     if not rules:

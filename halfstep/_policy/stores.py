@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import re
-from typing import Literal as OneOf, get_args
+from typing import Any, Literal as OneOf, get_args
 
 from halfstep._base import compile_rule
 from halfstep._policy.rules import Operation
@@ -104,7 +104,8 @@ class StoreRule:
                 "'store:scope:decoder/mlp=recompute', 'store:op:dot_general@mlp=offload' or "
                 f"'store:line:model.py:12=int4'; got {text!r}."
             )
-        outcome = found["outcome"].strip()
+        # Checked where the rule is made.
+        outcome: Any = found["outcome"].strip()
         scope = found["scope"] or found["inside"]
         return StoreRule(outcome, op=found["op"], scope=scope, line=found["line"])
 
