@@ -127,7 +127,7 @@ _ROWS = (
             "with_memory_space_constraint xla_metadata_value bcoo_extract bcoo_fromdense "
             "bcoo_sort_indices bcoo_transpose bcsr_extract bcsr_fromdense coo_fromdense "
             "csr_fromdense zeros_like nonbatchable nondifferentiable_backward nontraceable "
-            "unvmap_max halfstep_settle halfstep_reread"
+            "unvmap_max halfstep_settle halfstep_reread halfstep_once"
         ),
     ),
     (
@@ -187,7 +187,7 @@ PASSING = frozenset(
         "reduce_window_min cummax cummin optimization_barrier name sharding_constraint mesh_cast "
         "reshard pvary pcast all_gather all_gather_invariant all_to_all ppermute pbroadcast pmax "
         "pmin device_put split unstack tile broadcast_to select_n concatenate stack pad "
-        "dynamic_update_slice scatter max min clamp halfstep_settle halfstep_reread"
+        "dynamic_update_slice scatter max min clamp halfstep_settle halfstep_reread halfstep_once"
     )
 )
 """What hands values on: rounded before or after, its result is the same."""

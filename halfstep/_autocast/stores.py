@@ -32,7 +32,6 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -204,7 +203,7 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
 
     def rule(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
         (value,) = primals
-        made = _encoded(_once(value), code, compute)
+        made = _encoded(_once.bind(value), code, compute)
         if store.barred:
             value, made = jax.lax.optimization_barrier((value, made))
         back = _decoded(checkpoint_name(made, f"{store.name}#{_ENCODED}"), value.dtype)
@@ -236,14 +235,14 @@ def _decoded(made: jax.Array | Kept | Packed, dtype: np.dtype) -> jax.Array:
     return unpack(made, dtype) if isinstance(made, Packed) else restore(made, dtype)
 
 
-@jax.custom_jvp
-def _once(value: jax.Array) -> jax.Array:
-    """A value that is encoded in the derivative, and is not differentiated itself."""
-    return value
+# A value that is encoded in the derivative, and is not differentiated itself. It is a primitive: up
+# to JAX 0.10 a `custom_jvp` in the body of a loop is forgotten once the loop has been
+# differentiated, and the second derivative would be silently wrong.
+_once = Primitive("halfstep_once")
 
 
 def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    if not isinstance(tangents[0], SymbolicZero):
+    if not isinstance(tangents[0], ad.Zero):
         raise TypeError(
             f"a saved activation of {type_of(primals[0])} is encoded in few bits and has no second "
             "derivative: take second derivatives with a policy that keeps it in 16 bits (leave "
@@ -252,7 +251,11 @@ def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     return primals[0], tangents[0]
 
 
-_once.defjvp(_refuse, symbolic_zeros=True)
+_once.def_impl(lambda value: value)
+_once.def_abstract_eval(lambda value: value)
+ad.primitive_jvps[_once] = _refuse
+batching.defvectorized(_once)
+mlir.register_lowering(_once, lambda context, value: [value])
 
 # A value that is another one in what is recomputed.
 _reread = Primitive("halfstep_reread")
