@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
@@ -214,6 +215,9 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
 
 
 def _is_encoded(value: Any, code: str, compute: np.dtype) -> bool:
+    # Integers and complex numbers have no code.
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return False
     made = jax.eval_shape(lambda x: _encoded(x, code, compute), value)
     return isinstance(made, Kept | Packed)
 

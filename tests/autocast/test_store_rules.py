@@ -214,3 +214,16 @@ def test_four_bits_and_what_is_masked():
     # Half a step, and the roundings of the offset and of the result.
     eps = float(jnp.finfo(jnp.bfloat16).eps)
     assert (off <= span / 14 * (0.5 + 14 * eps) + 2 * eps * jnp.abs(blocks).max()).all()
+
+
+def test_numbers_that_have_no_code_are_kept_as_they_are():
+    """Complex numbers and integers, under a rule for everything."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.abs(jnp.fft.fft(x @ w)) ** 2)
+
+    w, x = jnp.ones((64, 64)) / 8, jnp.ones((32, 64))
+    want = jax.grad(halfstep.autocast(loss, "bf16"))(w, x)
+    got = jax.grad(halfstep.autocast(loss, "bf16,store:op:*=e4m3"))(w, x)
+    # Ones times a power of two are exact in 8 bits.
+    np.testing.assert_allclose(got, want, rtol=2.0**-7)

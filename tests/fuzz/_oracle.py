@@ -164,9 +164,7 @@ def random_setting(reference: "Reference") -> Setting:
     match kind:
         case "rules":
             # A rule that matches nothing is an error.
-            with as_users_have_it():
-                forward = traced(case.program.function(), case.values)
-            there = {equation.primitive.name for equation in equations(forward)}
+            there = _primitives(case)
             rules = [rule for name, rule in _RULES.items() if name in there]
             fields["rules"] = choice.sample(rules, min(len(rules), 2))
         case "keep":
@@ -175,6 +173,11 @@ def random_setting(reference: "Reference") -> Setting:
             fields["accumulate"] = "f32"
         case "residuals":
             fields["residuals"] = choice.choice(("e4m3", "e5m2"))
+        case "stores":
+            names = [name for name in _primitives(case) if name not in ("pjit",)]
+            outcome = choice.choice(("keep", "recompute", "e4m3", "int4"))
+            name = choice.choice(sorted(names)) if names else "*"
+            fields["stores"] = (f"store:op:{choice.choice(('*', name))}={outcome}",)
         case "recipe":
             compute, fields["recipe"] = "bf16", choice.choice(("f8", "f8-e4m3", "f8-row"))
         case "islands":
@@ -187,9 +190,17 @@ def random_setting(reference: "Reference") -> Setting:
     return Setting(halfstep.Policy(compute=compute, **fields), options, around)
 
 
+def _primitives(case: Case) -> set[str]:
+    """The names of all operations of a program, forward."""
+    with as_users_have_it():
+        forward = traced(case.program.function(), case.values)
+    return {equation.primitive.name for equation in equations(forward)}
+
+
 _SETTINGS = (
     *("dtype",) * 9,
     *("rules", "keep", "accumulate", "residuals", "recipe", "islands", "params"),
+    *("stores", "stores"),
 )
 _RULES = {
     name: f"op:{name}={precision}"
