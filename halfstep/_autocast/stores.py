@@ -194,6 +194,10 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
     Returns:
         The same value; in what is recomputed, what its code stands for.
     """
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        # `jax.checkpoint` rounds what it saves by `reduce_precision`, which complex numbers lack.
+        parts = [checkpoint_name(part, store.name) for part in (value.real, value.imag)]
+        return jax.lax.complex(*parts)
     code = store.code
     if code is None or not _is_encoded(value, code, compute):
         return checkpoint_name(value, store.name)
@@ -215,7 +219,7 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
 
 
 def _is_encoded(value: Any, code: str, compute: np.dtype) -> bool:
-    # Integers and complex numbers have no code.
+    # Integers have no code.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return False
     made = jax.eval_shape(lambda x: _encoded(x, code, compute), value)

@@ -13,7 +13,7 @@ what is tested.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +33,9 @@ Round = Callable[[np.ndarray, np.dtype, int], np.ndarray]
 """What becomes of a result, given its declared dtype and how many terms were added."""
 _NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _OWN = ("halfstep_contraction", "halfstep_difference", "halfstep_linear")
-_SMALL = 64
-"""The size of an array that is written into a program, up to which its numbers are looked at."""
+_Key = tuple[np.dtype, tuple[int, ...], bytes]
+Constants = Mapping[_Key, Mapping[bytes, np.ndarray]]
+"""What constants of 16 bits were before they were rounded: by dtype, shape and numbers."""
 _PRECISIONS = {(8, 7): np.dtype(jnp.bfloat16), (5, 10): np.dtype(np.float16)}
 
 
@@ -118,7 +119,7 @@ class Evaluator:
         rounding: Round = exactly,
         *,
         models_rounding: bool = False,
-        constants: Mapping[tuple[Any, float], Set[float]] = MappingProxyType({}),
+        constants: Constants = MappingProxyType({}),
     ) -> None:
         self.rounding, self.models_rounding = rounding, models_rounding
         self.constants = constants
@@ -156,19 +157,15 @@ class Evaluator:
     def _unrounded(self, value: Any, dtype: Any) -> Any:
         """A constant as it was before it was rounded to 16 bits."""
         value = _constant(value, dtype)
-        if not isinstance(value, np.ndarray) or dtype not in _NARROW or value.size > _SMALL:
+        if not isinstance(value, np.ndarray) or dtype not in _NARROW:
             return value
-        flat = [self._number(number, dtype) for number in value.ravel().tolist()]
-        return np.asarray(flat, value.dtype).reshape(value.shape)
-
-    def _number(self, value: float, dtype: Any) -> float:
-        was = self.constants.get((dtype, value), {value})
-        if 0.0 in was:
+        was = self.constants.get(_key(value, dtype), {})
+        if any(not np.any(before) for before in was.values()):
             # What else becomes zero is below 1e-38.
-            return 0.0
+            return np.zeros_like(value)
         if len(was) > 1:
-            raise Unsupported(f"{value} was one of {sorted(was)}")
-        return next(iter(was))
+            raise Unsupported(f"a constant was one of {sorted(map(str, was.values()))}")
+        return next(iter(was.values()), value)
 
     def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
@@ -289,28 +286,33 @@ class Evaluator:
         return [value if isinstance(value, Tracer) else held(value) for value in made]
 
 
-def constants_of(program: ClosedJaxpr) -> dict[tuple[Any, float], set[float]]:
+def constants_of(program: ClosedJaxpr) -> Constants:
     """What numbers of 16 bits may be in a cast program: those of the plain one, rounded.
 
     A tracer of `autocast` casts a number that is written into the program when it is traced, so
     that no cast is left which could be taken away.
     """
-    found: dict[tuple[Any, float], set[float]] = {}
+    found: dict[_Key, dict[bytes, np.ndarray]] = {}
     for value in _written(program):
         for dtype in _NARROW:
             with np.errstate(all="ignore"):
                 rounded = value.astype(dtype).astype(np.float64)
-            for narrow, wider in zip(rounded.ravel().tolist(), value.ravel().tolist(), strict=True):
-                found.setdefault((dtype, narrow), set()).add(wider)
+            before = value.astype(np.float64)
+            found.setdefault(_key(rounded, dtype), {})[before.tobytes()] = before
     return found
 
 
+def _key(value: np.ndarray, dtype: Any) -> _Key:
+    # Zeros have signs, which do not matter here.
+    return np.dtype(dtype), value.shape, (value + 0.0).tobytes()
+
+
 def _written(program: ClosedJaxpr) -> Iterator[np.ndarray]:
-    """The float32 numbers and small arrays that are written into a program."""
+    """The float32 numbers and arrays that are written into a program."""
     for value in program.consts:
         if not isinstance(value, Tracer) and not is_key(value):
             array = np.asarray(value)
-            if array.dtype == np.float32 and array.size <= _SMALL:
+            if array.dtype == np.float32:
                 yield array
     for equation in program.jaxpr.eqns:
         for atom in equation.invars:
