@@ -23,8 +23,8 @@ class StoreRule:
 
     Attributes:
         outcome: `"keep"` (as they are, in 16 bits for most), `"e4m3"` or `"e5m2"` (in 8 bits, with
-            a scale for each row), `"int4"` (in 4 bits, with a scale and an offset for each block of
-            32), `"recompute"` (not at all), or `"offload"` (as they are, in the host's memory).
+            a scale for each row), `"int4"` (in 4 bits, with a step and an offset for each block of
+            16), `"recompute"` (not at all), or `"offload"` (as they are, in the host's memory).
         op: Which primitives, by name; `*` and `?` may be used. `None` means those whose results
             would be kept without the rule: contractions, kernels and values with a
             `checkpoint_name`, or what the policy of the user's `jax.checkpoint` saves.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BLOCK = 32
+BLOCK = 16
 _LEVELS = 15
 _MASKED = 15
 
