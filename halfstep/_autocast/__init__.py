@@ -11,10 +11,6 @@ from halfstep._autocast.f8.product import (
     RecipeProduct as RecipeProduct,
     Slot as Slot,
 )
-from halfstep._autocast.islands import (
-    Island as Island,
-    schedule as schedule,
-)
 from halfstep._autocast.kinds import (
     Kind as Kind,
 )
@@ -46,14 +42,18 @@ from halfstep._autocast.primitives import (
     TABLE as TABLE,
     Rule as Rule,
 )
-from halfstep._autocast.recompute import (
+from halfstep._autocast.recomputed.islands import (
+    Island as Island,
+    schedule as schedule,
+)
+from halfstep._autocast.recomputed.recompute import (
     Surroundings as Surroundings,
 )
 from halfstep._autocast.run import (
     Environment as Environment,
     held as held,
 )
-from halfstep._autocast.stores import StoreLabel as StoreLabel
+from halfstep._autocast.saved.stores import StoreLabel as StoreLabel
 from halfstep._autocast.tracing import TracedCall as TracedCall, trace as trace
 from halfstep._autocast.transform import (
     autocast as autocast,

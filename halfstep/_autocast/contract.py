@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.lax import DotDimensionNumbers
 
-from halfstep._autocast.f8.saved_residuals import Derivative
+from halfstep._autocast.saved.float8 import Derivative
 from halfstep._base import cast
 from halfstep._policy import Factor
 

@@ -23,7 +23,7 @@ from halfstep._autocast.plans import (
     out_kinds,
 )
 from halfstep._autocast.primitives import Rule
-from halfstep._autocast.stores import Saves, only_stores
+from halfstep._autocast.saved.stores import Saves, only_stores
 from halfstep._base import cast
 from halfstep._program import (
     Cond,

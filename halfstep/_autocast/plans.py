@@ -13,7 +13,7 @@ from jax.core import AbstractValue
 from halfstep._autocast.f8.product import Off, RecipeProduct, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.stores import Saves, Store
+from halfstep._autocast.saved.stores import Saves, Store
 from halfstep._base import Rounding
 from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe, plain_scope
 from halfstep._program import Cond, Constant, Graph, Node, Operand, Scan, size

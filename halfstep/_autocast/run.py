@@ -14,19 +14,19 @@ from halfstep._autocast import custom_rules, nested
 from halfstep._autocast.contract import contract
 from halfstep._autocast.decide import bind_by
 from halfstep._autocast.f8.product import OFF, Slots
-from halfstep._autocast.islands import Island, schedule
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.recompute import (
+from halfstep._autocast.recomputed.islands import Island, schedule
+from halfstep._autocast.recomputed.recompute import (
     Surroundings,
     difference,
     island_signature,
     recomputed,
     signature,
 )
-from halfstep._autocast.segments import Segment, segments
-from halfstep._autocast.stores import only_stores, stored
+from halfstep._autocast.recomputed.segments import Segment, segments
+from halfstep._autocast.saved.stores import only_stores, stored
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import (
     Constant,

@@ -15,7 +15,7 @@ from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
-from halfstep._autocast.stores import Saves
+from halfstep._autocast.saved.stores import Saves
 from halfstep._autocast.tracing import TracedCall, trace
 from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
 from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy

@@ -34,7 +34,7 @@ from halfstep._policy.rules import (
     PrecisionRule as PrecisionRule,
     plain_scope as plain_scope,
 )
-from halfstep._policy.stores import (
+from halfstep._policy.store_rules import (
     StoreOutcome as StoreOutcome,
     StoreRule as StoreRule,
 )

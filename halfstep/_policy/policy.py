@@ -16,7 +16,7 @@ from halfstep._base import DTypeLike, compile_rule, dtype_name, parse_dtype
 from halfstep._policy.cast import cast_tree
 from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
 from halfstep._policy.rules import PrecisionRule, as_rule
-from halfstep._policy.stores import StoreRule, as_store_rule
+from halfstep._policy.store_rules import StoreRule, as_store_rule
 
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]

@@ -110,15 +110,7 @@ def add(commands: Commands) -> None:
         default=[],
         help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
     )
-    parser.add_argument(
-        "--memory-fraction", type=float, help="share of the device's memory (GPU: 0.75, TPU: 1)"
-    )
-    parser.add_argument("--gemm", choices=get_args(Gemm), default="auto")
-    parser.add_argument(
-        "--flag", action="append", default=[], help="for XLA: --flag=--xla_gpu_...; repeatable"
-    )
-    parser.add_argument("--timeout", type=float, help="seconds that one compile may take")
-    parser.add_argument("--no-cache", action="store_true", help="compile anew, keep nothing")
+    _add_compiler(parser)
     parser.add_argument("--detail", action="store_true", help="print every figure")
     parser.add_argument(
         "--peak", action="store_true", help="print what fills the peak: by role, scope and line"
@@ -136,7 +128,6 @@ def add(commands: Commands) -> None:
         type=share,
         help="exit with 1 unless this share of a recipe's contractions is in 8 bits (0 to 1)",
     )
-
     parser.add_argument(
         "--compare", metavar="FILE", help="say what changed since a report that --json has saved"
     )
@@ -146,6 +137,19 @@ def add(commands: Commands) -> None:
         metavar="PERCENT",
         help="with --compare: exit with 1 if a peak grew by more, or something no longer fits",
     )
+
+
+def _add_compiler(parser: argparse.ArgumentParser) -> None:
+    """Add what the compiler is told."""
+    parser.add_argument(
+        "--memory-fraction", type=float, help="share of the device's memory (GPU: 0.75, TPU: 1)"
+    )
+    parser.add_argument("--gemm", choices=get_args(Gemm), default="auto")
+    parser.add_argument(
+        "--flag", action="append", default=[], help="for XLA: --flag=--xla_gpu_...; repeatable"
+    )
+    parser.add_argument("--timeout", type=float, help="seconds that one compile may take")
+    parser.add_argument("--no-cache", action="store_true", help="compile anew, keep nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,10 +11,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import halfstep
-from halfstep._autocast.islands import Island, schedule
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.planning import plan
 from halfstep._autocast.plans import Settings
+from halfstep._autocast.recomputed.islands import Island, schedule
 from halfstep._program.graph import graph_of
 from tests._jaxprs import contractions, equations
 from tests.models.vit import ViT, loss

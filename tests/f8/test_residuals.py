@@ -9,7 +9,7 @@ import pytest
 
 import halfstep
 from halfstep import Policy
-from halfstep._autocast.f8.saved_residuals import keep, restore
+from halfstep._autocast.saved.float8 import keep, restore
 from halfstep._policy.recipe import Factor
 from tests.f8.test_frameworks import cosine, flat
 from tests.models.transformers import CASES, data

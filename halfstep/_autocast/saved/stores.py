@@ -36,8 +36,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from halfstep._autocast.f8.int4 import BLOCK, Packed, pack, unpack
-from halfstep._autocast.f8.saved_residuals import Kept, keep, restore
+from halfstep._autocast.saved.float8 import Kept, keep, restore
+from halfstep._autocast.saved.int4 import BLOCK, Packed, pack, unpack
 from halfstep._base import cast, settled, type_of
 from halfstep._policy import Factor, Operation, StoreRule
 

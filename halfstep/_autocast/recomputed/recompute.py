@@ -23,10 +23,10 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from halfstep._autocast.custom_rules import zero_tangent
-from halfstep._autocast.f8.saved_residuals import keep, restore
-from halfstep._autocast.islands import Island
 from halfstep._autocast.nested import RECOMPUTED
 from halfstep._autocast.plans import Decision, Plan
+from halfstep._autocast.recomputed.islands import Island
+from halfstep._autocast.saved.float8 import keep, restore
 from halfstep._base import settled
 from halfstep._policy import Factor
 from halfstep._program import Constant, Operand, Scan, While

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from jax.ref import AbstractRef
 
-from halfstep._autocast.islands import taken
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import Plan, held_dtype
+from halfstep._autocast.recomputed.islands import taken
 from halfstep._program import Constant, CustomJvp
 
 
