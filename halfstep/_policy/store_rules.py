@@ -71,7 +71,8 @@ class StoreRule:
         if self.line is not None and (self.op is not None or self.scope is not None):
             raise ValueError(
                 f"a rule for a line has neither op= nor scope=; got line={self.line!r} with "
-                f"op={self.op!r} and scope={self.scope!r}."
+                f"op={self.op!r} and scope={self.scope!r}. Write two rules: the first that matches "
+                "is used."
             )
         if self.line is not None and not re.fullmatch(r"[^,=@]+:\d+", self.line):
             raise ValueError(

@@ -201,6 +201,21 @@ def test_wrong_rules(text: str, message: str):
         Policy(compute="f32", stores=("store:op:dot_general=keep",))
 
 
+def test_what_is_not_a_rule_is_said():
+    with pytest.raises(TypeError, match=r"`stores` is a sequence of rules; write stores=\('store"):
+        Policy(compute="bf16", stores="store:op:dot_general=keep")
+    with pytest.raises(TypeError, match="a rule is a StoreRule or a text such as 'store:op:dot_ge"):
+        Policy(compute="bf16", stores=(1,))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Give op=, scope= or line=; op="):
+        StoreRule("keep")
+    with pytest.raises(ValueError, match="a rule for a line has neither op= nor scope=; got line="):
+        StoreRule("keep", line="model.py:1", op="tanh")
+    with pytest.raises(
+        ValueError, match="`residuals` is for autocast to 16 bits; got residuals='e"
+    ):
+        Policy(compute="f32", residuals="e4m3")
+
+
 def test_four_bits_and_what_is_masked():
     value = jax.random.normal(jax.random.key(0), (8, 128)).astype(jnp.bfloat16)
     value = value.at[0, :BLOCK].set(-jnp.inf).at[1, 3].set(-jnp.inf).at[2].set(7)
