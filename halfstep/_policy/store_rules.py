@@ -59,10 +59,7 @@ class StoreRule:
     line: str | None = None
 
     def __post_init__(self) -> None:
-        if self.outcome not in OUTCOMES:
-            raise ValueError(
-                f"a saved activation is one of {', '.join(OUTCOMES)}; got {self.outcome!r}."
-            )
+        _check_outcome(self.outcome)
         if self.op is None and self.scope is None and self.line is None:
             raise ValueError(
                 f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
@@ -105,8 +102,7 @@ class StoreRule:
                 "'store:scope:decoder/mlp=recompute', 'store:op:dot_general@mlp=offload' or "
                 f"'store:line:model.py:12=int4'; got {text!r}."
             )
-        # Checked where the rule is made.
-        outcome: Any = found["outcome"].strip()
+        outcome = _check_outcome(found["outcome"].strip())
         scope = found["scope"] or found["inside"]
         return StoreRule(outcome, op=found["op"], scope=scope, line=found["line"])
 
@@ -133,6 +129,12 @@ class StoreRule:
             return False
         # With a slash at the end, so that `head` does not match `header`.
         return self.scope is None or bool(compile_rule(self.scope).match(f"{operation.scope}/"))
+
+
+def _check_outcome(outcome: object) -> Any:
+    if outcome not in OUTCOMES:
+        raise ValueError(f"a saved activation is one of {', '.join(OUTCOMES)}; got {outcome!r}.")
+    return outcome
 
 
 def as_store_rule(rule: object) -> StoreRule:
