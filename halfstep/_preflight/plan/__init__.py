@@ -1,0 +1,1 @@
+"""A memory budget in, a policy out."""
