@@ -47,6 +47,9 @@ def plan(
             # and it may be a target of 100,000.
             known = not is_traced(value)
             state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
+    has_lines = settings.saves is not None and any(r.line is not None for r in settings.saves.rules)
+    # It looks for the folders of libraries, and keeps what it has found.
+    finder = Finder() if has_lines else None
     decisions = []
     # Effects keep their order: each comes after the one before it, as if it took its result.
     after_effects = 0
@@ -68,7 +71,7 @@ def plan(
         if is_linear:
             linear.update(node.outs)
         elif decision.inner is None and settings.saves is not None:
-            decision = _with_store(decision, node, graph, kinds, settings)
+            decision = _with_store(decision, node, graph, kinds, settings, finder)
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
@@ -93,7 +96,12 @@ def _may_be_rounded(state: Draft, operand: Operand) -> bool:
 
 
 def _with_store(
-    decision: Decision, node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings
+    decision: Decision,
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    finder: Finder | None,
 ) -> Decision:
     """A decision with how the results are kept for the backward pass."""
     saves = settings.saves
@@ -109,7 +117,7 @@ def _with_store(
         avals.append(aval if dtype is None else aval.update(dtype=dtype))
     store, by = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier), ""
     if saves.rules:
-        line = _line(node) if any(rule.line is not None for rule in saves.rules) else ""
+        line = "" if finder is None else _line(node, finder)
         dear = decision.barrier or store is not None
         rule = saves.chosen(operation_of(node, graph), line, dear=dear)
         if rule is not None:
@@ -118,9 +126,9 @@ def _with_store(
     return dataclasses.replace(decision, store=store, stored_by=by)
 
 
-def _line(node: Node) -> str:
+def _line(node: Node, finder: Finder) -> str:
     """Where an operation is written: its file, with its path, and its line."""
-    found = Finder().find(node.source.traceback)
+    found = finder.find(node.source.traceback)
     return f"{found.file}:{found.line}"
 
 

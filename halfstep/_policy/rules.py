@@ -100,21 +100,14 @@ class PrecisionRule:
                 f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
                 "where=."
             )
-        if self.scope is not None:
-            compile_rule(self.scope)
-        for text in (self.op, self.scope):
-            if text is not None and re.search(r"[,=@:]", text):
-                raise ValueError(
-                    f"{text!r} in a rule cannot contain a comma or one of '=@:'; write '?' in "
-                    "their place."
-                )
+        check_place(self.op, self.scope)
 
     @staticmethod
     def parse(text: str) -> "PrecisionRule":
         """Read `"op:tanh=compute"`, `"scope:head=float32"` or `"op:dot_general@head=accumulate"`.
 
         Raises:
-            ValueError: If the text is no rule.
+            ValueError: If the text is not a rule.
         """
         found = re.fullmatch(
             r"(?:op:(?P<op>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+))=(?P<outcome>.+)",
@@ -145,13 +138,30 @@ class PrecisionRule:
 
     def matches(self, operation: Operation) -> bool:
         """Whether an operation is concerned."""
-        # Not `fnmatch`, which forgets about upper and lower case on Windows.
-        if self.op is not None and not fnmatch.fnmatchcase(operation.primitive, self.op):
-            return False
-        # With a slash at the end, so that `head` does not match `header`.
-        if self.scope is not None and not compile_rule(self.scope).match(f"{operation.scope}/"):
+        if not is_at(operation, self.op, self.scope):
             return False
         return self.where is None or bool(self.where(operation))
+
+
+def check_place(op: str | None, scope: str | None) -> None:
+    """Raise unless a rule's pattern of operations and its path of scopes can be written down."""
+    if scope is not None:
+        compile_rule(scope)
+    for text in (op, scope):
+        if text is not None and re.search(r"[,=@:]", text):
+            raise ValueError(
+                f"{text!r} in a rule cannot contain a comma or one of '=@:'; write '?' in "
+                "their place."
+            )
+
+
+def is_at(operation: Operation, op: str | None, scope: str | None) -> bool:
+    """Whether an operation has a name and is in a scope that a rule is for; `None` means any."""
+    # Not `fnmatch`, which forgets about upper and lower case on Windows.
+    if op is not None and not fnmatch.fnmatchcase(operation.primitive, op):
+        return False
+    # With a slash at the end, so that `head` does not match `header`.
+    return scope is None or bool(compile_rule(scope).match(f"{operation.scope}/"))
 
 
 def _check_outcome(outcome: object) -> Any:

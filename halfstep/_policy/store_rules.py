@@ -1,12 +1,10 @@
 """Rules of the user's for saved activations: what is kept for the backward pass, and how."""
 
 import dataclasses
-import fnmatch
 import re
 from typing import Any, Literal as OneOf, get_args
 
-from halfstep._base import compile_rule
-from halfstep._policy.rules import Operation
+from halfstep._policy.rules import Operation, check_place, is_at
 
 StoreOutcome = OneOf["keep", "e4m3", "e5m2", "int4", "recompute", "offload"]
 OUTCOMES: tuple[str, ...] = get_args(StoreOutcome)
@@ -75,21 +73,14 @@ class StoreRule:
             raise ValueError(
                 f"a line is written as a file and a number, 'model.py:12'; got {self.line!r}."
             )
-        if self.scope is not None:
-            compile_rule(self.scope)
-        for text in (self.op, self.scope):
-            if text is not None and re.search(r"[,=@:]", text):
-                raise ValueError(
-                    f"{text!r} in a rule cannot contain a comma or one of '=@:'; write '?' in "
-                    "their place."
-                )
+        check_place(self.op, self.scope)
 
     @staticmethod
     def parse(text: str) -> "StoreRule":
         """Read a rule such as `"store:op:dot_general@mlp=e4m3"`; `store:` may be left out.
 
         Raises:
-            ValueError: If the text is no rule.
+            ValueError: If the text is not a rule.
         """
         found = re.fullmatch(
             r"(?:store:)?(?:op:(?P<op>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+)"
@@ -124,11 +115,7 @@ class StoreRule:
         """
         if self.line is not None:
             return line == self.line or line.endswith(f"/{self.line}")
-        # Not `fnmatch`, which forgets about upper and lower case on Windows.
-        if self.op is not None and not fnmatch.fnmatchcase(operation.primitive, self.op):
-            return False
-        # With a slash at the end, so that `head` does not match `header`.
-        return self.scope is None or bool(compile_rule(self.scope).match(f"{operation.scope}/"))
+        return is_at(operation, self.op, self.scope)
 
 
 def _check_outcome(outcome: object) -> Any:

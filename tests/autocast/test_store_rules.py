@@ -13,7 +13,7 @@ from halfstep import Policy, StoreRule
 from halfstep._autocast.saved.int4 import BLOCK, pack, unpack
 from halfstep._policy.store_rules import as_store_rule
 from tests._jaxprs import equations
-from tests.autocast.test_stores import HIDDEN, LAYERS, ROWS, WIDTH, dots, saved, start
+from tests.autocast.test_stores import HIDDEN, LAYERS, ROWS, WIDTH, dots, over_layers, saved, start
 from tests.f8.test_frameworks import cosine, flat
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
@@ -34,17 +34,8 @@ def loss_of(*, scan: bool = True, remat: bool = False) -> Any:
             hidden = jax.nn.gelu(x @ params["up"])
         return x + hidden @ params["down"], None
 
-    def loss(params: Any, x: Any) -> Any:
-        body = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
-        x = 0.5 * x
-        if scan:
-            x, _ = jax.lax.scan(body, x, params)
-        else:
-            for number in range(LAYERS):
-                x, _ = body(x, jax.tree.map(lambda stack, n=number: stack[n], params))
-        return jnp.mean(x**2)
-
-    return loss
+    body = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+    return over_layers(body, scan=scan)
 
 
 def step(loss: Any, policy: str) -> Any:

@@ -41,8 +41,13 @@ def loss_of(policy: Any, *, scan: bool = True) -> Any:
         hidden = jax.nn.gelu(checkpoint_name(x @ params["up"], "up"))
         return x + checkpoint_name(hidden @ params["down"], "down"), None
 
+    return over_layers(jax.checkpoint(layer, prevent_cse=not scan, policy=policy), scan=scan)
+
+
+def over_layers(body: Any, *, scan: bool) -> Any:
+    """The loss of a stack of layers: by a scan, or written out."""
+
     def loss(params: Any, x: Any) -> Any:
-        body = jax.checkpoint(layer, prevent_cse=not scan, policy=policy)
         x = 0.5 * x
         if scan:
             x, _ = jax.lax.scan(body, x, params)

@@ -294,16 +294,33 @@ def _island(
                 reads[operand] = held_dtype(
                     graph.avals[operand], plan.seen(operand, level), compute
                 )
+    outputs = outputs_of(plan, made, chosen, out_kinds)
+    return Island(group, tuple(reads.items()), outputs, not later.intersection(group))
+
+
+def outputs_of(
+    plan: Plan, made: set[int], inside: set[int], out_kinds: Sequence[Kind]
+) -> tuple[tuple[int, np.dtype | None], ...]:
+    """What goes out of operations that run together, and the dtype it is held in.
+
+    Args:
+        plan: The plan.
+        made: The values that may go out.
+        inside: The operations.
+        out_kinds: What the function is asked to return.
+    """
+    graph = plan.graph
     outputs: dict[tuple[int, np.dtype | None], None] = {}
-    # A value that one reader wants low and another one wide goes out twice. Both are cast inside
-    # the island, so that the cotangent of the narrow one comes back narrow.
+    # A value that one reader wants low and another one wide goes out twice. Both are cast inside,
+    # so that the cotangent of the narrow one comes back narrow.
     for number in sorted(made):
-        for index in sorted(graph.users[number] - chosen):
+        for index in sorted(graph.users[number] - inside):
             outputs[number, taken(plan, number, index)] = None
     for operand, kind in zip(graph.outputs, out_kinds, strict=True):
         if not isinstance(operand, Constant) and operand in made:
-            outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
-    return Island(group, tuple(reads.items()), tuple(outputs), not later.intersection(group))
+            dtype = held_dtype(graph.avals[operand], kind, plan.settings.compute)
+            outputs[operand, dtype] = None
+    return tuple(outputs)
 
 
 def taken(plan: Plan, number: int, index: int) -> np.dtype | None:

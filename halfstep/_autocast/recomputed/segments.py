@@ -16,8 +16,8 @@ import numpy as np
 from jax.ref import AbstractRef
 
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.plans import Plan, held_dtype
-from halfstep._autocast.recomputed.islands import taken
+from halfstep._autocast.plans import Plan
+from halfstep._autocast.recomputed.islands import outputs_of
 from halfstep._program import Constant, CustomJvp
 
 
@@ -59,7 +59,7 @@ def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
 def _is_apart(plan: Plan, index: int) -> bool:
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     holds = decision.inner is not None and not isinstance(node.structure, CustomJvp)
-    # To make a `Ref` is no effect, and it must not be made twice either.
+    # Making a `Ref` is not an effect, and it must not be made twice either.
     avals = map(plan.graph.aval, (*node.ins, *node.outs))
     return node.effects or holds or any(isinstance(aval, AbstractRef) for aval in avals)
 
@@ -104,7 +104,6 @@ def _segment(
     plan: Plan, nodes: Sequence[int], out_kinds: Sequence[Kind], *, is_last: bool
 ) -> Segment:
     graph, compute = plan.graph, plan.settings.compute
-    chosen = set(nodes)
     made = {number for index in nodes for number in graph.nodes[index].outs}
     seen: dict[int, set[Kind]] = defaultdict(set)
     for index in nodes:
@@ -116,11 +115,5 @@ def _segment(
         number: compute if kinds == {Kind.LOW} and plan.kinds[number] is Kind.WIDE else None
         for number, kinds in seen.items()
     }
-    outputs: dict[tuple[int, np.dtype | None], None] = {}
-    for number in sorted(made):
-        for index in sorted(graph.users[number] - chosen):
-            outputs[number, taken(plan, number, index)] = None
-    for operand, kind in zip(graph.outputs, out_kinds, strict=True):
-        if not isinstance(operand, Constant) and operand in made:
-            outputs[operand, held_dtype(graph.avals[operand], kind, compute)] = None
-    return Segment(tuple(nodes), tuple(reads.items()), tuple(outputs), is_last)
+    outputs = outputs_of(plan, made, set(nodes), out_kinds)
+    return Segment(tuple(nodes), tuple(reads.items()), outputs, is_last)

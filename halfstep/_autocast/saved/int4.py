@@ -32,7 +32,7 @@ def pack(value: jax.Array) -> Packed:
     blocks = value.astype(jnp.float32).reshape(*outer, row // BLOCK, BLOCK)
     masked = blocks == -jnp.inf
     low = jnp.min(jnp.where(masked, jnp.inf, blocks), axis=-1, keepdims=True)
-    # A block of which everything is masked.
+    # A block that is masked as a whole.
     low = jnp.where(low == jnp.inf, jnp.float32(0), low).astype(jnp.bfloat16)
     high = jnp.max(blocks, axis=-1, keepdims=True)
     start = low.astype(jnp.float32)

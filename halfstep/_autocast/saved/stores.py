@@ -107,7 +107,7 @@ class Saves:
     is_own: bool = False
     """Whether autocast puts `jax.checkpoint` around what lies between loops and calls."""
     barred: bool = True
-    """As `Store.barred`. In a loop, whose backward pass is another loop, there is no need to."""
+    """As `Store.barred`. Not in a loop, whose backward pass is another loop."""
 
     def within(self, policy: RematPolicy | None, *, barred: bool) -> "Saves":
         """The same for a function that is in another `jax.checkpoint`, one of the user's."""

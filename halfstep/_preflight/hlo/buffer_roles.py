@@ -5,24 +5,13 @@ from dataclasses import dataclass
 
 from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, HloNode, Value
 from halfstep._preflight.hlo.buffer_uses import BufferUses, Writer
+from halfstep._preflight.hlo.collectives import KINDS
 from halfstep._preflight.hlo.op_names import Pass, read
 
 GRADIENTS = "gradients"
 RESIDUALS = "residuals"
 COLLECTIVES = "collective buffers"
 TEMPORARIES = "temporaries"
-
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "recv",
-    "reduce-scatter",
-    "send",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +105,4 @@ class BufferRoles:
 
 
 def _is_collective(node: HloNode) -> bool:
-    return node.opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES
+    return node.opcode.removesuffix("-start").removesuffix("-done") in KINDS

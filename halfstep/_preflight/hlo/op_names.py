@@ -8,8 +8,8 @@ from typing import Literal
 Pass = Literal["forward", "backward", "other", "unknown"]
 """What of a step an operation is in: `other` is what is not differentiated, such as the update."""
 
-# What JAX writes for its own control flow and calls. It is no named scope, and a scope of the same
-# name cannot be told from it.
+# What JAX writes for its own control flow and calls. It is not a named scope, and a scope of the
+# same name cannot be told from it.
 _STRUCTURE = re.compile(
     r"while|body|cond|body_fun|cond_fun|scan|closed_call|core_call|eval_jaxpr|call_exported"
     r"|checkpoint|remat2?|rematted_computation|custom_[jv][vj]p_call(_jaxpr)?|shard_map"

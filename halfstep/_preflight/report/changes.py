@@ -138,17 +138,7 @@ def _figures(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]:
     if before.peak_bytes is not None and after.peak_bytes is not None:
         yield from _each("memory: {}", before.memory, after.memory, "bytes")
     if before.peak is not None and after.peak is not None:
-        # Those of arguments are rows of the memory already.
-        old, new = (
-            {
-                role: bytes
-                for role, bytes in entry.peak.by("role").items()
-                if role not in entry.memory
-            }
-            for entry in (before, after)
-            if entry.peak is not None
-        )
-        yield from _each("at the peak: {}", old, new, "bytes")
+        yield from _each("at the peak: {}", _computed(before), _computed(after), "bytes")
     if before.written is not None and after.written is not None:
         yield from _each("written in {}", before.written, after.written, "bytes")
     if before.roofline is not None and after.roofline is not None:
@@ -169,6 +159,12 @@ def _each(
         old, new = before.get(name, 0), after.get(name, 0)
         if old != new:
             yield Change(what.format(name), old, new, unit)
+
+
+def _computed(entry: PreflightEntry) -> dict[str, int]:
+    """What lies at the peak by role, but for arguments: those are rows of the memory already."""
+    found = {} if entry.peak is None else entry.peak.by("role")
+    return {role: size for role, size in found.items() if role not in entry.memory}
 
 
 def _fits(entry: PreflightEntry) -> str:
