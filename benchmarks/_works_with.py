@@ -17,9 +17,6 @@ HEADS = {
     "fault": "a planted infinity is found in",
 }
 
-_PERCENT = "\N{NO-BREAK SPACE}%"
-"""A column of figures is narrow: the sign stays beside its number."""
-
 
 def text(result: dict[str, Any]) -> str:
     """One table per run, in the order of packages, with what did not work and the bars."""
@@ -51,7 +48,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _percent(value: Any) -> str:
-    return f"{100 * value:.2g}{_PERCENT}" if isinstance(value, float) else ""
+    return f"{100 * value:.2g} %" if isinstance(value, float) else ""
 
 
 def _error(row: dict[str, Any], name: str) -> str:
@@ -70,9 +67,7 @@ def _line(row: dict[str, Any]) -> dict[str, str]:
         "inputs": f"({inputs})" if promotes and inputs else inputs,
         "f16": _error(row, "f16"),
         "f8": _error(row, "f8"),
-        "share": f"{100 * row['share']:.0f}{_PERCENT}"
-        if isinstance(row.get("share"), float)
-        else "",
+        "share": f"{100 * row['share']:.0f} %" if isinstance(row.get("share"), float) else "",
         "tracing": f"{tracing:.1f}" if isinstance(tracing, float) else "",
         "fault": found if " at " in fault else fault,
     }
