@@ -46,11 +46,14 @@ from halfstep._policy import (
 from halfstep._preflight import (
     DoesNotFitError as DoesNotFitError,
     LargestBatch as LargestBatch,
+    MemoryPlan as MemoryPlan,
     PeakReport as PeakReport,
+    PlanCandidate as PlanCandidate,
     PreflightComparison as PreflightComparison,
     PreflightEntry as PreflightEntry,
     PreflightError as PreflightError,
     PreflightReport as PreflightReport,
+    plan as plan,
     preflight as preflight,
 )
 from halfstep._training import (

@@ -1,5 +1,6 @@
 """An unmodified float32 function in mixed precision."""
 
+from halfstep._autocast.decide import operation_of as operation_of
 from halfstep._autocast.f8.eligible import (
     TWO_ACTIVATIONS as TWO_ACTIVATIONS,
     TWO_PARAMETERS as TWO_PARAMETERS,
@@ -18,10 +19,12 @@ from halfstep._autocast.nested import (
     body_plans as body_plans,
     carried_operands as carried_operands,
 )
+from halfstep._autocast.observing import observed as observed
 from halfstep._autocast.picks import (
     PICKS as PICKS,
 )
 from halfstep._autocast.planning import (
+    lines_of as lines_of,
     plan as plan,
 )
 from halfstep._autocast.plans import (
@@ -34,6 +37,7 @@ from halfstep._autocast.plans import (
     held_dtype as held_dtype,
     inner_plans as inner_plans,
     named_sites as named_sites,
+    out_kinds as out_kinds,
     placed as placed,
 )
 from halfstep._autocast.primitives import (
@@ -49,11 +53,17 @@ from halfstep._autocast.recomputed.islands import (
 from halfstep._autocast.recomputed.recompute import (
     Surroundings as Surroundings,
 )
+from halfstep._autocast.recomputed.segments import (
+    Segment as Segment,
+    held_bytes as held_bytes,
+    is_apart as is_apart,
+    segments as segments,
+)
 from halfstep._autocast.run import (
     Environment as Environment,
     held as held,
 )
-from halfstep._autocast.saved.stores import StoreLabel as StoreLabel
+from halfstep._autocast.saved.stores import StoreLabel as StoreLabel, stored_bytes as stored_bytes
 from halfstep._autocast.tracing import TracedCall as TracedCall, trace as trace
 from halfstep._autocast.transform import (
     autocast as autocast,

@@ -117,19 +117,18 @@ def _with_store(
         avals.append(aval if dtype is None else aval.update(dtype=dtype))
     store, by = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier), ""
     if saves.rules:
-        line = "" if finder is None else _line(node, finder)
+        lines = () if finder is None else lines_of(node, finder)
         dear = decision.barrier or store is not None
-        rule = saves.chosen(operation_of(node, graph), line, dear=dear)
+        rule = saves.chosen(operation_of(node, graph), lines, dear=dear)
         if rule is not None:
             store, by = saves.by_rule(rule), str(rule)
     store = None if store is None else store.named(node.name, by)
     return dataclasses.replace(decision, store=store, stored_by=by)
 
 
-def _line(node: Node, finder: Finder) -> str:
-    """Where an operation is written: its file, with its path, and its line."""
-    found = finder.find(node.source.traceback)
-    return f"{found.file}:{found.line}"
+def lines_of(node: Node, finder: Finder) -> tuple[str, ...]:
+    """Where an operation is written, and the calls that led there: files with paths, and lines."""
+    return tuple(f"{found.file}:{found.line}" for found in finder.calls(node.source.traceback))
 
 
 def _record(

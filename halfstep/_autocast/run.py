@@ -64,8 +64,11 @@ def run(
     """
     env = Environment(plan, place, slots=slots)
     env.enter(values)
-    has_segments = plan.settings.has_segments
-    for unit in segments(plan, out_kinds) if has_segments else schedule(plan, out_kinds):
+    if plan.settings.has_segments:
+        units = segments(plan, out_kinds, place)
+    else:
+        units = schedule(plan, out_kinds)
+    for unit in units:
         if isinstance(unit, Island):
             _run_island(env, unit)
         elif isinstance(unit, Segment):

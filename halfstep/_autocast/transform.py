@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
+from halfstep._autocast.observing import observe
 from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
 from halfstep._autocast.saved.stores import Saves
@@ -154,6 +155,7 @@ def run_traced(
         state: As for `rewritten`.
         is_loss: As for `rewritten`.
     """
+    arrays = observe(call, arrays)
     outputs = call.plan.graph.outputs
     slots = None if state is None else placed(call.plan, state)
     results = run(call.plan, arrays, [Kind.WIDE] * len(outputs), slots=slots)

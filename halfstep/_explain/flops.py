@@ -42,7 +42,7 @@ _BY_NAME = frozenset(
 _MOVEMENT = frozenset({"select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"})
 
 
-def flops(name: str, params: _Params, ins: Sequence[Any], outs: Sequence[Any]) -> int:
+def operation_flops(name: str, params: _Params, ins: Sequence[Any], outs: Sequence[Any]) -> int:
     """How many FLOPs one run of an operation takes; 0 for what only moves values.
 
     Args:
@@ -69,7 +69,7 @@ def flops_in(functions: Iterable[ClosedJaxpr]) -> dict[str, int]:
             outs: list[Any] = [var.aval for var in equation.outvars]
             if name in CONTRACTIONS:
                 factors = dict.fromkeys(name_of(aval.dtype) for aval in ins[:2])
-                total[" x ".join(factors)] += flops(name, params, ins, outs)
+                total[" x ".join(factors)] += operation_flops(name, params, ins, outs)
             else:
                 total.update(inside_flops(name, params, ins, outs))
     return dict(total)

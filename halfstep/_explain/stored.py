@@ -123,10 +123,16 @@ class _Function:
         return inner.origin(wanted)
 
     def _moved(self, equation: core.JaxprEqn) -> core.JaxprEqn:
-        """What made a value that the operation only moves to the host."""
+        """What made a value that the operation only moves to the host.
+
+        Or only rounds to its own dtype, as `jax.checkpoint` does with what it saves by name.
+        """
         (var, *_) = equation.invars
-        is_move = equation.primitive.name == "device_put" and isinstance(var, core.Var)
-        return self.made[var] if is_move and var in self.made else equation
+        maker = self.made.get(var) if isinstance(var, core.Var) else None
+        if maker is None:
+            return equation
+        is_named = equation.primitive.name == "reduce_precision" and maker.primitive.name == "name"
+        return maker if is_named or equation.primitive.name == "device_put" else equation
 
     def viewed(self, var: core.Var | core.Literal) -> "int | core.Literal | None":
         """The number of the argument that a value is, in whatever dtype and shape it is now.

@@ -19,7 +19,7 @@ from halfstep._autocast import (
     schedule,
 )
 from halfstep._explain.entries import ExplainEntry, typed
-from halfstep._explain.flops import flops, inside_flops
+from halfstep._explain.flops import inside_flops, operation_flops
 from halfstep._explain.places import PlanPlace
 from halfstep._explain.reasons import multiplies, parameter, reason
 from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
@@ -96,7 +96,7 @@ def _entry(
         by=decision.by or place.by,
         island=island,
         count=place.times,
-        flops=flops(node.name, node.params, ins, outs),
+        flops=operation_flops(node.name, node.params, ins, outs),
         is_contraction=contracts,
         parameter=parameter(place, index) if contracts else "",
         in_f8=in_f8,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any, Literal as OneOf, get_args
 
 from halfstep._policy.rules import Operation, check_place, is_at
@@ -27,7 +28,8 @@ class StoreRule:
             would be kept without the rule: contractions, kernels and values with a
             `checkpoint_name`, or what the policy of the user's `jax.checkpoint` saves.
         scope: Which `jax.named_scope`s, in the grammar of path rules. `None` means all.
-        line: Which line of the user's code: `"model.py:12"`. `None` means all.
+        line: Which line of the user's code: `"model.py:12"`. What is computed in functions that
+            the line calls is concerned, too. `None` means all.
 
     Example:
         ```python
@@ -63,12 +65,6 @@ class StoreRule:
                 f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
                 "line=; op='*' is for every operation."
             )
-        if self.line is not None and (self.op is not None or self.scope is not None):
-            raise ValueError(
-                f"a rule for a line has neither op= nor scope=; got line={self.line!r} with "
-                f"op={self.op!r} and scope={self.scope!r}. Write two rules: the first that matches "
-                "is used."
-            )
         if self.line is not None and not re.fullmatch(r"[^,=@]+:\d+", self.line):
             raise ValueError(
                 f"a line is written as a file and a number, 'model.py:12'; got {self.line!r}."
@@ -83,38 +79,47 @@ class StoreRule:
             ValueError: If the text is not a rule.
         """
         found = re.fullmatch(
-            r"(?:store:)?(?:op:(?P<op>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+)"
-            r"|line:(?P<line>[^=]+))=(?P<outcome>.+)",
-            text.strip(),
+            r"(?:store:)?(?P<place>(?:op|scope|line):[^=]+)=(?P<outcome>.+)", text.strip()
         )
-        if not found:
+        first, *more = found["place"].split("@") if found else [""]
+        # After an operation, a scope stands without its prefix.
+        parts = [first, *(x if x.startswith("line:") else f"scope:{x}" for x in more)]
+        place = dict(part.split(":", 1) for part in parts if part)
+        if not found or len(place) < len(parts):
             raise ValueError(
                 "a rule for saved activations is a text such as 'store:op:dot_general=e4m3', "
-                "'store:scope:decoder/mlp=recompute', 'store:op:dot_general@mlp=offload' or "
-                f"'store:line:model.py:12=int4'; got {text!r}."
+                "'store:scope:decoder/mlp=recompute', 'store:op:dot_general@mlp=offload', "
+                "'store:line:model.py:12=int4' or 'store:op:add@line:model.py:12=keep'; got "
+                f"{text!r}."
             )
         outcome = _check_outcome(found["outcome"].strip())
-        scope = found["scope"] or found["inside"]
-        return StoreRule(outcome, op=found["op"], scope=scope, line=found["line"])
+        return StoreRule(
+            outcome, op=place.get("op"), scope=place.get("scope"), line=place.get("line")
+        )
 
     def __str__(self) -> str:
+        parts = []
+        if self.op is not None:
+            parts.append(f"op:{self.op}")
+        if self.scope is not None:
+            parts.append(self.scope if parts else f"scope:{self.scope}")
         if self.line is not None:
-            place = f"line:{self.line}"
-        elif self.op is not None:
-            place = f"op:{self.op}" + (f"@{self.scope}" if self.scope is not None else "")
-        else:
-            place = f"scope:{self.scope}"
+            parts.append(f"line:{self.line}")
+        place = "@".join(parts)
         return f"{_PREFIX}{place}={self.outcome}"
 
-    def matches(self, operation: Operation, line: str) -> bool:
+    def matches(self, operation: Operation, lines: Sequence[str]) -> bool:
         """Whether the results of an operation are concerned.
 
         Args:
             operation: What makes them.
-            line: Where it is written, with as much of the path as is known.
+            lines: Where it is written, and the calls that led there, with as much of the paths as
+                is known.
         """
         if self.line is not None:
-            return line == self.line or line.endswith(f"/{self.line}")
+            end = f"/{self.line}"
+            if not any(line == self.line or line.endswith(end) for line in lines):
+                return False
         return is_at(operation, self.op, self.scope)
 
 

@@ -7,6 +7,11 @@ from halfstep._preflight.interface import (
     Preflight as Preflight,
     preflight as preflight,
 )
+from halfstep._preflight.planning.memory_plan import (
+    MemoryPlan as MemoryPlan,
+    PlanCandidate as PlanCandidate,
+)
+from halfstep._preflight.planning.planner import plan as plan
 from halfstep._preflight.preflight_errors import (
     DoesNotFitError as DoesNotFitError,
     PreflightError as PreflightError,

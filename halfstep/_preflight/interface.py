@@ -1,25 +1,24 @@
 """Define `halfstep.preflight` and `preflight.largest_batch`: compile steps and report on them."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any
 
 from halfstep._base import Progress
-from halfstep._preflight.compile.compiler import check_flags, compile_program
-from halfstep._preflight.compile.lowering import Program, lower
-from halfstep._preflight.compile.requirements import compiler_versions
-from halfstep._preflight.preflight_errors import PreflightError, RefusedError
-from halfstep._preflight.report.preflight_entry import PreflightEntry, make_entry
+from halfstep._preflight.preflight_errors import PreflightError
+from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.preflight_report import PreflightReport
-from halfstep._preflight.report.roles import Argument, arguments as with_roles
 from halfstep._preflight.search import LargestBatch, search
-from halfstep._preflight.target.mesh import MeshLike, as_mesh, check_mesh
+from halfstep._preflight.steps import (
+    Case,
+    CompileOptions,
+    Gemm as Gemm,
+    Step,
+    compile_prepared,
+    in_one_way,
+    prepare,
+)
+from halfstep._preflight.target.mesh import MeshLike
 from halfstep._preflight.target.targets import Target, parse_target
-from halfstep.kernels._target import compiling_for
-
-Step = Callable[..., Any]
-Gemm = Literal["auto", "triton", "library"]
-_T = TypeVar("_T")
 
 
 class Preflight:
@@ -106,7 +105,7 @@ class Preflight:
             assert report["h100"].fits
             ```
         """
-        options = _Options(
+        options = CompileOptions(
             donate_argnums, mesh, shardings, memory_fraction, gemm, flags, timeout, cache
         )
         if isinstance(targets, str | Target):
@@ -117,16 +116,16 @@ class Preflight:
                 f'no target given; got targets={targets!r}. Write targets="h100", say.'
             )
         prepared = [
-            _prepare(case, parsed, options, roles) for case in _cases(step, tuple(args), variants)
+            prepare(case, parsed, options, roles) for case in _cases(step, tuple(args), variants)
         ]
         entries: list[PreflightEntry] = []
         with Progress(len(parsed) * len(prepared), show=progress) as bar:
             for target in parsed:
-                entries += _in_one_way(
+                entries += in_one_way(
                     options.gemm,
                     target,
                     lambda way, target=target: [
-                        _compile(case, target, way, options, bar) for case in prepared
+                        compile_prepared(case, target, way, options, bar) for case in prepared
                     ],
                 )
         return PreflightReport(tuple(entries))
@@ -190,7 +189,7 @@ class Preflight:
             assert found.entry.fits
             ```
         """
-        options = _Options(
+        options = CompileOptions(
             donate_argnums, mesh, shardings, memory_fraction, gemm, flags, timeout, cache
         )
         parsed = parse_target(target)
@@ -200,72 +199,29 @@ class Preflight:
         def find(way: str) -> LargestBatch:
             def compile_batch(batch: int) -> PreflightEntry:
                 step, args = step_for_batch(batch)
-                prepared = _prepare(_Case(f"batch {batch}", step, tuple(args)), [parsed], options)
-                return _compile(prepared, parsed, way, options, bar)
+                prepared = prepare(Case(f"batch {batch}", step, tuple(args)), [parsed], options)
+                return compile_prepared(prepared, parsed, way, options, bar)
 
             return search(compile_batch, multiple_of=multiple_of, maximum=maximum)
 
         with Progress(None, show=progress) as bar:
-            return _in_one_way(options.gemm, parsed, find)
+            return in_one_way(options.gemm, parsed, find)
 
 
 preflight = Preflight()
 """Will a step fit, on hardware that is not there?"""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options that `preflight` and `largest_batch` share, as they were given, and checked."""
-
-    donate_argnums: int | Sequence[int]
-    mesh: MeshLike | None
-    shardings: object
-    memory_fraction: float | None
-    gemm: Gemm
-    flags: Sequence[str]
-    timeout: float | None
-    cache: bool
-
-    def __post_init__(self) -> None:
-        check_flags(self.flags)
-        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise PreflightError(
-                f"memory_fraction is a share, above 0 and at most 1; got {self.memory_fraction}."
-            )
-        if self.gemm not in get_args(Gemm):
-            raise PreflightError(f'gemm must be "auto", "triton" or "library"; got {self.gemm!r}.')
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """The numbers of the donated arguments."""
-        numbers = self.donate_argnums
-        return (numbers,) if isinstance(numbers, int) else tuple(numbers)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    name: str
-    step: Step
-    args: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    case: _Case
-    programs: Mapping[str, Program]
-    arguments: tuple[Argument, ...]
-
-
 def _cases(
     step: Step | None,
     args: tuple[Any, ...],
     variants: Mapping[str, Step | tuple[Step, Sequence[Any]]] | None,
-) -> list[_Case]:
+) -> list[Case]:
     # A function without a name, such as a `functools.partial`, is called "step".
-    cases = [] if step is None else [_Case(getattr(step, "__name__", "step"), step, args)]
+    cases = [] if step is None else [Case(getattr(step, "__name__", "step"), step, args)]
     for name, variant in (variants or {}).items():
         func, given = variant if isinstance(variant, tuple) else (variant, args)
-        cases.append(_Case(name, func, tuple(given)))
+        cases.append(Case(name, func, tuple(given)))
     names = [case.name for case in cases]
     if not cases or len(set(names)) < len(names):
         raise PreflightError(
@@ -273,71 +229,3 @@ def _cases(
             f"{'neither' if not cases else f'the names {names}'}."
         )
     return cases
-
-
-def _prepare(
-    case: _Case,
-    targets: Sequence[Target],
-    options: _Options,
-    roles: Mapping[str, str] | None = None,
-) -> _Prepared:
-    programs: dict[str, Program] = {}
-    lowered: dict[tuple[str, tuple[int, int] | None], Program] = {}
-    for accelerator in dict.fromkeys(target.accelerator for target in targets):
-        platform, capability = accelerator.platform, accelerator.capability
-        # First of all: who has no compiler must not wait for a trace to learn it.
-        compiler_versions(platform)
-        # A program that did not ask for the generation is stored without one, and is for all of
-        # them.
-        program = lowered.get((platform, capability)) or lowered.get((platform, None))
-        if program is None:
-            with compiling_for(capability) as told:
-                program = lower(
-                    case.step,
-                    case.args,
-                    platform=platform,
-                    donate_argnums=options.donated,
-                    mesh=as_mesh(options.mesh),
-                    shardings=options.shardings,
-                    device_kind=accelerator.pallas_name,
-                )
-            # Most programs are the same for all GPUs: they are lowered once.
-            lowered[platform, capability if told.asked else None] = program
-        programs[accelerator.name] = program
-    for target in targets:
-        check_mesh(dict(programs[target.accelerator.name].axes), target)
-    leaves = next(iter(programs.values())).leaves
-    return _Prepared(case, programs, with_roles(case.step, case.args, leaves, roles))
-
-
-def _compile(
-    prepared: _Prepared, target: Target, gemm: str, options: _Options, bar: Progress
-) -> PreflightEntry:
-    bar.begin(f"{target.name}, {prepared.case.name}")
-    program = prepared.programs[target.accelerator.name]
-    compiled = compile_program(
-        program,
-        target,
-        gemm=gemm,
-        flags=tuple(options.flags),
-        timeout=options.timeout,
-        cache=options.cache,
-    )
-    bar.done()
-    return make_entry(
-        prepared.case.name, program, compiled, target, prepared.arguments, options.memory_fraction
-    )
-
-
-def _in_one_way(gemm: Gemm, target: Target, run: Callable[[str], _T]) -> _T:
-    """Run with one maker of matrix products throughout: only likes are compared."""
-    if gemm != "auto" or target.accelerator.platform != "cuda":
-        return run(gemm)
-    try:
-        return run("triton")
-    except RefusedError as refused:
-        try:
-            return run("library")
-        except RefusedError:
-            # What the default compiler says is nearer to the cause than what the other one says.
-            raise refused from None

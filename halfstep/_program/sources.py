@@ -48,30 +48,35 @@ class Finder:
     def __init__(self) -> None:
         self._libraries = _folders(_LIBRARIES)
         self._jax = (*_folders(_JAX), _own_folder(sysconfig.get_path("stdlib")))
-        self._found: dict[int, tuple[Traceback | None, Source]] = {}
+        self._found: dict[int, tuple[Traceback | None, tuple[Source, ...]]] = {}
 
     def find(self, traceback: Traceback | None) -> Source:
         """The line of the user's; of a library's, if only libraries are there."""
+        return next(iter(self.calls(traceback)), UNKNOWN)
+
+    def calls(self, traceback: Traceback | None) -> tuple[Source, ...]:
+        """The same line and those of the calls that led there, the innermost first."""
         # The traceback is kept, so that no other one comes to have its number.
         known = self._found.get(id(traceback))
         if known is None:
-            known = self._found[id(traceback)] = (traceback, self._find(traceback))
+            frames = traceback.frames if traceback is not None else ()
+            calls = self._calls(
+                [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
+            )
+            known = self._found[id(traceback)] = (traceback, calls)
         return known[1]
-
-    def _find(self, traceback: Traceback | None) -> Source:
-        frames = traceback.frames if traceback is not None else ()
-        return self.choose(
-            [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-        )
 
     def choose(self, frames: Sequence[Frame]) -> Source:
         """The line of the user's among frames, the innermost first."""
+        return next(iter(self._calls(frames)), UNKNOWN)
+
+    def _calls(self, frames: Sequence[Frame]) -> tuple[Source, ...]:
         outside = [frame for frame in frames if not self._is_machinery(frame.file)]
         own = [frame for frame in outside if not frame.file.startswith(self._libraries)]
-        if not own and not outside:
-            return UNKNOWN
-        frame = (own or outside)[0]
-        return Source(_relative(frame.file), frame.line, _function(frame.function))
+        return tuple(
+            Source(_relative(frame.file), frame.line, _function(frame.function))
+            for frame in own or outside
+        )
 
     def _is_machinery(self, file: str) -> bool:
         if file == OWN_FILE:

@@ -105,6 +105,31 @@ def test_by_line():
     assert kept["float8_e4m3fn"] == ROWS * WIDTH
 
 
+def test_by_the_line_of_a_call():
+    def dense(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    def loss(w: Any, x: Any) -> Any:
+        first = dense(w, x)
+        second = dense(w, first)
+        return jnp.mean(dense(w, second) ** 2)
+
+    first, helper = loss.__code__.co_firstlineno + 1, dense.__code__.co_firstlineno + 1
+    w, x = jnp.eye(WIDTH), start()[1]
+    file = "test_store_rules.py"
+    for rule, count in (
+        (f"store:line:{file}:{first}=e4m3", 1),
+        (f"store:op:dot_general@line:{file}:{first}=e4m3", 1),
+        (f"store:line:{file}:{helper}=e4m3", 3),
+        # The first rule that matches: the call's line, and the helper's for the other two.
+        (f"store:line:{file}:{first}=recompute,store:line:{file}:{helper}=e4m3", 2),
+    ):
+        kept = saved(halfstep.autocast(loss, f"bf16,{rule}"), w, x)
+        assert kept["float8_e4m3fn"] == count * ROWS * WIDTH, rule
+    with pytest.raises(ValueError, match="is for nothing"):
+        halfstep.autocast(loss, f"bf16,store:op:sin@line:{file}:{first}=keep")(w, x)
+
+
 def test_under_vmap_and_with_effects():
     params, x = start()
     seen: list[float] = []
@@ -169,6 +194,9 @@ def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
         "store:op:dot_general@**/mlp=int4",
         "store:scope:head=offload",
         "store:line:m.py:3=keep",
+        "store:op:add@line:m.py:4=keep",
+        "store:scope:head@line:m.py:5=e5m2",
+        "store:op:add@head@line:a/m.py:6=recompute",
     )
     policy = Policy(compute="bf16", stores=rules)
     assert policy.stores[0] == StoreRule("int4", op="dot_general", scope="**/mlp")
@@ -183,6 +211,8 @@ def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
     [
         ("store:op:dot_general=int3", "a saved activation is one of keep, e4m3"),
         ("store:dot_general=keep", "a rule for saved activations is a text such as"),
+        ("store:scope:a@b=keep", "a rule for saved activations is a text such as"),
+        ("store:line:m.py:1@line:m.py:2=keep", "a rule for saved activations is a text such as"),
         ("store:line:m.py=keep", "a line is written as a file and a number"),
     ],
 )
@@ -200,8 +230,6 @@ def test_what_is_not_a_rule_is_said():
         as_store_rule(1)
     with pytest.raises(ValueError, match="Give op=, scope= or line=; op="):
         StoreRule("keep")
-    with pytest.raises(ValueError, match="a rule for a line has neither op= nor scope=; got line="):
-        StoreRule("keep", line="model.py:1", op="tanh")
     with pytest.raises(
         ValueError, match="`residuals` is for autocast to 16 bits; got residuals='e"
     ):

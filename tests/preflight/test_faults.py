@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the compilers were there: the workers of these tests do not get to them."""
     monkeypatch.setattr(_compile, "compiler_versions", lambda platform: {"jax": "test"})
     monkeypatch.setattr(
-        "halfstep._preflight.interface.compiler_versions", lambda platform: {"jax": "test"}
+        "halfstep._preflight.steps.compiler_versions", lambda platform: {"jax": "test"}
     )
 
 

@@ -24,6 +24,7 @@ FULL = entry(
     arguments=KEPT,
     program="abc",
     written={"float32": GIB},
+    host_bytes=0,
     versions={"halfstep": "0.1.0", "jax": "0.10.2"},
     peak=peak(),
 )
@@ -330,7 +331,7 @@ def test_every_figure_of_an_entry_is_compared():
         "flags": (), "versions": {"jax": "1"}, "notes": ("a note",), "arguments": (),
         "written": {}, "roofline": dataclasses.replace(FULL.roofline, compute_seconds=1.0)
         if FULL.roofline else None,
-        "peak": dataclasses.replace(peak(), buffers=()),
+        "peak": dataclasses.replace(peak(), buffers=()), "host_bytes": 1,
     }  # fmt: skip
     assert set(changed) | left_out == set(whole)
     recomputed = Product("f32[8]", "f32[8]", "f32[8]", 1, 1, "rematted_computation/dot", "")

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from halfstep._preflight.plan.selection import (
+from halfstep._preflight.planning.selection import (
     Form,
     Operation,
     Problem,

@@ -6,19 +6,30 @@ the rules are about, and all else is recomputed from these.
 
 Loops, branches and calls are not part of a segment: they would run twice. Their bodies have
 segments of their own. Neither is anything with an effect, which must happen once.
+
+What lies between two values that are stored is a segment of its own. A `jax.checkpoint` recomputes
+all of its inside at once, before the first gradient of it is computed: for layers that are written
+out one after the other, that would be the memory of all of them. Where all that goes from one part
+to the next is stored anyway, two of them cost no more than one. In the body of a loop, whose
+iterations are recomputed one by one, the parts stay together.
 """
 
 import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jax.ref import AbstractRef
 
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.plans import Plan
+from halfstep._autocast.plans import Plan, held_dtype, seen_kind
 from halfstep._autocast.recomputed.islands import outputs_of
-from halfstep._program import Constant, CustomJvp
+from halfstep._autocast.recomputed.recompute import Surroundings
+from halfstep._program import Constant, CustomJvp, size
+
+# What goes on without being stored is at most this part of what is.
+_SMALL = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +45,20 @@ class Segment:
     """Whether nothing that is dear to recompute is in it, or comes after it."""
 
 
-def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
-    """Operations and segments in an order in which they can run."""
-    apart = [_is_apart(plan, index) for index in range(len(plan.graph.nodes))]
+def segments(plan: Plan, out_kinds: Sequence[Kind], place: Surroundings) -> list[int | Segment]:
+    """Operations and segments in an order in which they can run.
+
+    Args:
+        plan: What is run.
+        out_kinds: As which kinds its outputs are wanted.
+        place: Where it runs.
+    """
+    apart = [is_apart(plan, index) for index in range(len(plan.graph.nodes))]
     levels = _levels(plan, apart)
     # Between the forward and the backward pass of what comes after the last contraction, such as a
-    # loss, nothing lies: it needs no barrier, and is a segment of its own.
-    last = _last(plan, apart)
+    # loss, nothing lies: it needs no barrier, and is a segment of its own. Of a loop's body or a
+    # call, the backward pass comes later, and what such a segment reads would be kept for it.
+    last = _last(plan, apart) if place is Surroundings.WHOLE else set[int]()
     after = 1 + max(levels, default=0)
     levels = [after if index in last else level for index, level in enumerate(levels)]
     together: dict[int, list[int]] = defaultdict(list)
@@ -51,12 +69,15 @@ def segments(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Segment]:
     for level in sorted({*together, *alone}):
         if level in together:
             is_last = level == after
-            order.append(_segment(plan, together[level], out_kinds, is_last=is_last))
+            in_loop = place is Surroundings.LOOP
+            parts = [together[level]] if in_loop else _parts(plan, together[level])
+            order += [_segment(plan, part, out_kinds, is_last=is_last) for part in parts]
         order += alone[level]
     return order
 
 
-def _is_apart(plan: Plan, index: int) -> bool:
+def is_apart(plan: Plan, index: int) -> bool:
+    """Whether an operation is in no segment: a loop, a branch, a call, or one with an effect."""
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     holds = decision.inner is not None and not isinstance(node.structure, CustomJvp)
     # Making a `Ref` is not an effect, and it must not be made twice either.
@@ -98,6 +119,64 @@ def _levels(plan: Plan, apart: Sequence[bool]) -> list[int]:
         if not apart[index] and users and graph.returned.isdisjoint(outs):
             levels[index] = min(levels[user] for user in users)
     return levels
+
+
+def _parts(plan: Plan, nodes: Sequence[int]) -> list[list[int]]:
+    """Operations of one level, parted where all that goes on is stored.
+
+    Of all such places between two dear operations, it is the one where the least goes on. What goes
+    on without being stored must be small: it is kept as what comes into the next part.
+    """
+    stored = _crossing_bytes(plan, nodes, lambda index: plan.decisions[index].store is not None)
+    loose = _crossing_bytes(plan, nodes, lambda index: plan.decisions[index].store is None)
+    dear = [place for place, index in enumerate(nodes) if plan.decisions[index].barrier]
+    cuts = [0]
+    for before, place in itertools.pairwise(dear):
+        fitting = [
+            x
+            for x in range(before + 1, place + 1)
+            if stored[x] > 0 and _SMALL * loose[x] <= stored[x]
+        ]
+        # Of several the last: what comes after it is read as it was stored.
+        cuts += sorted(fitting, key=lambda x: (stored[x] + loose[x], -x))[:1]
+    return [list(nodes[begin:end]) for begin, end in itertools.pairwise((*cuts, len(nodes)))]
+
+
+def _crossing_bytes(
+    plan: Plan, nodes: Sequence[int], concerned: Callable[[int], bool]
+) -> list[int]:
+    """Before each of some operations, the bytes that earlier ones hand to it or to later ones.
+
+    Args:
+        plan: What they are part of.
+        nodes: Operations, in their order.
+        concerned: Of an operation, whether its results are counted.
+    """
+    graph = plan.graph
+    place = {index: position for position, index in enumerate(nodes)}
+    change = [0] * (len(nodes) + 1)
+    for position, index in enumerate(nodes):
+        if not concerned(index):
+            continue
+        for number, kind in zip(graph.nodes[index].outs, plan.decisions[index].outs, strict=True):
+            users = graph.users[number]
+            outside = number in graph.returned or any(user not in place for user in users)
+            if kind.is_weight or outside or not users:
+                continue
+            amount = held_bytes(plan, number)
+            change[position + 1] += amount
+            change[max(place[user] for user in users) + 1] -= amount
+    return list(itertools.accumulate(change))[: len(nodes)]
+
+
+def held_bytes(plan: Plan, number: int) -> int:
+    """The bytes of a value that is kept, in the dtype in which it is read later."""
+    aval = plan.graph.avals[number]
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    held = held_dtype(aval, seen_kind(plan, number, len(plan.levels)), plan.settings.compute)
+    return size(aval) * (dtype if held is None else held).itemsize
 
 
 def _segment(

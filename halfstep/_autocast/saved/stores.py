@@ -121,18 +121,18 @@ class Saves:
         """Whether any value can be stored."""
         return self.is_own or bool(self.rules) or bool(self.policies)
 
-    def chosen(self, operation: Operation, line: str, *, dear: bool) -> StoreRule | None:
+    def chosen(self, operation: Operation, lines: Sequence[str], *, dear: bool) -> StoreRule | None:
         """The first rule of the user's for the results of an operation.
 
         Args:
             operation: What makes them.
-            line: Where it is written.
+            lines: Where it is written, and the calls that led there.
             dear: Whether they would be stored, or would cost much to recompute. A rule that names
                 no operation is for these only: all that is computed in a scope, stored in 8 bits,
                 would take more memory than its contractions in 16.
         """
         concerned = (rule for rule in self.rules if dear or rule.op is not None)
-        return next((rule for rule in concerned if rule.matches(operation, line)), None)
+        return next((rule for rule in concerned if rule.matches(operation, lines)), None)
 
     def by_rule(self, rule: StoreRule) -> Store | None:
         """How results are kept that a rule is for; `None` if they are recomputed."""
@@ -216,6 +216,14 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
 
     same.defjvp(rule)
     return same(value)
+
+
+def stored_bytes(aval: ShapedArray, code: str | None, *, compute: np.dtype) -> int:
+    """What a value takes that is kept in a code, with its scales; `None` keeps it as it is."""
+    if code is None or not _is_encoded(aval, code, compute):
+        return aval.size * aval.dtype.itemsize
+    made = jax.eval_shape(lambda x: _encoded(x, code, compute), aval)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
 
 
 def _is_encoded(value: Any, code: str, compute: np.dtype) -> bool:

@@ -115,6 +115,7 @@ FIGURES: tuple[tuple[str, str, Unit], ...] = (
     ("outputs", "output_bytes", "bytes"),
     ("outputs in place of arguments", "alias_bytes", "bytes"),
     ("temporaries", "temp_bytes", "bytes"),
+    ("in the host's memory", "host_bytes", "bytes"),
     ("traffic", "traffic_bytes", "bytes"),
     ("usable", "usable_bytes", "bytes"),
     ("memory of the device", "capacity_bytes", "bytes"),

@@ -64,6 +64,7 @@ class PreflightEntry:
         peak: What lies in memory at the peak, by role, scope and line, from the compiler's buffer
             assignment; also of a step that a TPU's compiler gave up on. `None` as above, or if the
             compiler does not say.
+        host_bytes: What the step keeps in the host's memory. `None` as above.
 
     Example:
         ```python
@@ -112,6 +113,7 @@ class PreflightEntry:
     program: str | None = None
     written: Mapping[str, int] | None = None
     peak: Peak | None = dataclasses.field(default=None, repr=False)
+    host_bytes: int | None = None
 
     @property
     def headroom(self) -> int | None:
@@ -192,6 +194,7 @@ def make_entry(
     if accelerator.platform == "cuda":
         # XLA:TPU's figure of this name leaves out and takes in other memories than the device's.
         peak = said.get("peak_memory_in_bytes") or peak
+    host = sum(value for name, value in said.items() if name.startswith("host_"))
     analysis = analyze(compiled.hlo)
     parts = dict(roles)
     # A TPU stores arrays in tiles, float32 in 8 by 128: few columns take more than their elements.
@@ -218,7 +221,8 @@ def make_entry(
         roofline=roofline(analysis, accelerator),
         # The cost model of XLA:TPU says negative numbers of some programs.
         estimates={name: value for name, value in compiled.estimates.items() if value > 0},
-        notes=tuple(_notes(analysis, said)),
+        notes=tuple(_notes(analysis, host)),
+        host_bytes=host,
         peak=make_peak(
             compiled.buffers,
             arguments,
@@ -253,7 +257,7 @@ def _refused(common: dict[str, Any], compiled: CompilerAnswer, why: str) -> Pref
     )
 
 
-def _notes(analysis: Analysis, said: Mapping[str, int]) -> list[str]:
+def _notes(analysis: Analysis, host: int) -> list[str]:
     notes = []
     if analysis.unknown_trip_counts:
         notes.append(
@@ -263,7 +267,6 @@ def _notes(analysis: Analysis, said: Mapping[str, int]) -> list[str]:
     if analysis.uncounted:
         names = ", ".join(f"{name} ({count}x)" for name, count in analysis.uncounted)
         notes.append(f"kernels whose FLOPs are not counted: {names}")
-    host = sum(value for name, value in said.items() if name.startswith("host_"))
     if host:
         notes.append(f"{host:,} bytes are kept in the host's memory")
     return notes

@@ -23,8 +23,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 # Within this share of the optimum a selection is good enough: a compiler moves the peak by more.
 _GAP = 1e-3
@@ -79,12 +77,14 @@ class Problem:
         group_of: The group of each value, by number; `None` for a value that is not stored by
             itself: an argument, which is there, or a value that is always made again.
         needed: The values that the backward pass reads.
+        required: The groups that are stored in any case.
     """
 
     operations: tuple[Operation, ...]
     groups: tuple[tuple[Form, ...], ...]
     group_of: tuple[int | None, ...]
     needed: frozenset[int]
+    required: frozenset[int] = frozenset()
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:
@@ -121,17 +121,23 @@ class Selection:
     gap: float = 0.0
 
 
-def select(problem: Problem, *, memory: float, error: float = np.inf) -> Selection | None:
+def select(
+    problem: Problem, *, memory: float = np.inf, error: float = np.inf, smallest: bool = False
+) -> Selection | None:
     """Select the fastest forms within budgets.
 
     Args:
         problem: What there is to select from.
         memory: The most bytes that may be stored on the device.
         error: The most that forms may add to the squared relative error.
+        smallest: Whether to select the fewest bytes instead, of those the fastest.
 
     Returns:
         The selection; `None` if there is none within these budgets.
     """
+    # JAX requires SciPy, and imports little of it.
+    from scipy.optimize import Bounds, milp
+
     forms = [(group, form) for group, forms in enumerate(problem.groups) for form in forms]
     columns = len(forms) + len(problem.operations)
     place = {(group, form.name): number for number, (group, form) in enumerate(forms)}
@@ -142,7 +148,8 @@ def select(problem: Problem, *, memory: float, error: float = np.inf) -> Selecti
     for required, needing in _demands(problem):
         rows.at_least(_providers(problem, place, len(forms), required), needing, len(forms))
     for group, choices in enumerate(problem.groups):
-        rows.at_most([(place[group, form.name], 1.0) for form in choices], 1.0)
+        least = 1.0 if group in problem.required else 0.0
+        rows.between([(place[group, form.name], 1.0) for form in choices], least, 1.0)
     for amount, limit in (
         ([form.bytes for _, form in forms], memory),
         ([form.error for _, form in forms], error),
@@ -151,19 +158,20 @@ def select(problem: Problem, *, memory: float, error: float = np.inf) -> Selecti
         unit = sum(amount)
         if limit < unit:
             terms = [(i, value / unit) for i, value in enumerate(amount) if value]
-            rows.at_most(terms, max(limit, 0.0) / unit)
+            rows.between(terms, -np.inf, max(limit, 0.0) / unit)
     # SciPy infers the types of limits from their defaults, which are numbers.
     upper: Any = np.ones(columns)
     lower: Any = np.zeros(columns)
     for number, operation in enumerate(problem.operations):
         if not operation.is_pure:
             upper[len(forms) + number] = 0
-    unit = max(float(np.max(seconds, initial=0.0)), 1e-30)
-    # Of two choices that take the same time the smaller one.
-    tie = np.array([form.bytes for _, form in forms] + [0] * len(problem.operations), float)
-    tie *= 1e-6 / max(float(np.sum(tie)), 1.0)
+    sizes = np.array([form.bytes for _, form in forms] + [0] * len(problem.operations), float)
+    # Of two choices that take the same time the smaller one, and the other way round.
+    first, second = (sizes, seconds) if smallest else (seconds, sizes)
+    objective = first / max(float(np.max(first, initial=0.0)), 1e-30)
+    objective += 1e-6 * second / max(float(np.sum(second)), 1e-30)
     found = milp(
-        seconds / unit + tie,
+        objective,
         constraints=rows.constraint(),
         integrality=np.ones(columns),
         bounds=Bounds(lower, upper),
@@ -255,10 +263,10 @@ class _Rows:
             terms.append((offset + needing, -1.0))
         self._add(terms, 1.0 if needing is None else 0.0, np.inf)
 
-    def at_most(self, terms: Sequence[tuple[int, float]], limit: float) -> None:
-        """A sum has a limit."""
+    def between(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        """A sum has limits."""
         if terms:
-            self._add(terms, -np.inf, limit)
+            self._add(terms, lower, upper)
 
     def _add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
         row = len(self.lower)
@@ -266,8 +274,11 @@ class _Rows:
         self.lower.append(lower)
         self.upper.append(upper)
 
-    def constraint(self) -> list[LinearConstraint]:
+    def constraint(self) -> list[Any]:
         """All rows as one constraint."""
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import coo_array
+
         if not self.lower:
             return []
         rows, columns, values = zip(*self.entries, strict=True)

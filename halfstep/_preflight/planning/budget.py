@@ -1,0 +1,50 @@
+"""Read a memory budget: bytes, a text such as `"5GiB"`, a share, or the device's own memory."""
+
+import re
+from types import MappingProxyType
+
+from halfstep._base import size
+from halfstep._preflight.preflight_errors import PreflightError
+
+_UNITS = MappingProxyType(
+    {
+        "": 1,
+        "b": 1,
+        **{f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")},
+        **{f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")},
+    }
+)
+
+
+def parse_budget(budget: int | float | str | None, *, usable: int) -> int:
+    """A budget in bytes.
+
+    Args:
+        budget: Bytes; a text with a unit, `"5GiB"` or `"4.5 GB"`, or with a percent sign; a share
+            above 0 and up to 1; or `None` for all of it.
+        usable: The memory that there is, of which a share is taken.
+
+    Raises:
+        PreflightError: If it is none of these, or more than there is.
+    """
+    if budget is None:
+        return usable
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(%|[A-Za-z]*)\s*", budget)
+        unit = found[2].lower() if found else "?"
+        if not found or (unit != "%" and unit not in _UNITS):
+            raise PreflightError(
+                f'a budget is bytes, a share, or a text such as "5GiB" or "80%"; got {budget!r}. '
+                "Write one of these, or leave the budget out."
+            )
+        amount = float(found[1]) * (usable / 100 if unit == "%" else _UNITS[unit])
+    else:
+        # One byte is no budget: up to 1, it is a share.
+        amount = budget * usable if 0 < budget <= 1 else float(budget)
+    if not 0 < amount <= usable:
+        raise PreflightError(
+            f"a budget is more than nothing and at most what the target has, {size(usable)}; got "
+            f"{budget!r}, which is {size(int(amount))}. Say which share JAX may take by "
+            "memory_fraction=, or leave the budget out."
+        )
+    return int(amount)

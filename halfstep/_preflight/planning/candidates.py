@@ -1,0 +1,359 @@
+"""Read off a traced program what could be stored, and what it takes to compute it again.
+
+Every operation of a function that `autocast` rewrites becomes an operation of the problem that
+`selection` solves. Values are there without being stored if they come into the function, the loop's
+body or the call that the operation is in, if a loop or call makes them, or if they are made of
+parameters alone: JAX keeps all of these in any case.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from halfstep._autocast import (
+    Plan,
+    Segment,
+    Surroundings,
+    held_bytes,
+    held_dtype,
+    inner_plans,
+    is_apart,
+    lines_of,
+    operation_of,
+    out_kinds,
+    segments,
+)
+from halfstep._explain import operation_flops
+from halfstep._policy import Operation as NamedOperation
+from halfstep._preflight.target.accelerators import Accelerator
+from halfstep._program import Constant, Finder, Graph, Node, bind_again
+
+# A cut is worth what it keeps, if the backward pass of what lies before it needs so many times as
+# much: see `_anchors`.
+_WORTH = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """An operation of a traced program, in the plan of the function that it is in."""
+
+    plan: Plan
+    index: int
+    times: int
+    operation: NamedOperation
+    lines: tuple[str, ...]
+    seconds: float
+    flops: float
+    is_dear: bool
+    """Whether it costs much to recompute: a contraction, a kernel, a communication."""
+    is_anchor: bool
+    """Whether it is stored so that what comes before and after it is recomputed apart."""
+    in_remat: bool
+    """Whether it is in a `jax.checkpoint` of the user's."""
+
+    @property
+    def node(self) -> Node:
+        """The operation as it was traced."""
+        return self.plan.graph.nodes[self.index]
+
+    def bytes(self, number: int) -> int:
+        """What one of its results takes, kept in the dtype in which it is read."""
+        return self.times * held_bytes(self.plan, number)
+
+    def aval(self, number: int) -> Any:
+        """One of its results, as it is kept."""
+        aval = self.plan.graph.avals[number]
+        kind = self.plan.seen(number, len(self.plan.levels))
+        dtype = held_dtype(aval, kind, self.plan.settings.compute)
+        return aval if dtype is None else aval.update(dtype=dtype)
+
+
+Key = tuple[int, int]
+"""A value: which plan, and its number there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """All that could be computed again.
+
+    Attributes:
+        places: The operations, in an order in which they can run.
+        needed: The values that the backward pass reads, and that are not there anyway.
+        takes: Of each operation, the operands that are not there anyway.
+    """
+
+    places: tuple[Place, ...]
+    needed: frozenset[Key]
+    takes: tuple[tuple[Key, ...], ...]
+
+    def makes(self, position: int) -> tuple[Key, ...]:
+        """The values that an operation makes."""
+        place = self.places[position]
+        return tuple((id(place.plan), number) for number in place.node.outs)
+
+
+def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
+    """Read off plans what could be stored.
+
+    Args:
+        plans: Of the calls of a step, with rules for what is stored.
+        accelerator: Says how long operations take.
+    """
+    finder = Finder()
+    needs = functools.cache(_Needs)
+    places: list[Place] = []
+    takes: list[tuple[Key, ...]] = []
+    needed: set[Key] = set()
+    for plan, nodes, times, in_loop in _parts(plans):
+        made = {number for index in nodes for number in plan.graph.nodes[index].outs}
+        made -= {number for number in made if plan.kinds[number].is_weight}
+        reads = [needs(_key_of(plan.graph, index)) for index in nodes]
+        wanted = [
+            read.values(plan.graph.nodes[index]) & made
+            for read, index in zip(reads, nodes, strict=True)
+        ]
+        anchors = set() if in_loop else _anchors(plan, nodes, wanted)
+        for index, wants in zip(nodes, wanted, strict=True):
+            node = plan.graph.nodes[index]
+            if made.isdisjoint(node.outs):
+                continue
+            needed |= {(id(plan), number) for number in wants}
+            own = [x for x in node.ins if not isinstance(x, Constant) and x in made]
+            takes.append(tuple((id(plan), number) for number in dict.fromkeys(own)))
+            seconds, count = _cost(plan, index, accelerator)
+            places.append(
+                Place(
+                    plan,
+                    index,
+                    times,
+                    operation_of(node, plan.graph),
+                    lines_of(node, finder),
+                    times * seconds,
+                    times * count,
+                    plan.decisions[index].barrier,
+                    index in anchors,
+                    not plan.settings.has_segments,
+                )
+            )
+    return Tape(tuple(places), frozenset(needed), tuple(takes))
+
+
+def _parts(plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[int, ...], int, bool]]:
+    """What is recomputed together: operations of a plan, how often they run, whether in a loop."""
+    for plan in plans:
+        yield from _inside(plan, 1, Surroundings.WHOLE)
+
+
+def _inside(
+    plan: Plan, times: int, place: Surroundings
+) -> Iterator[tuple[Plan, tuple[int, ...], int, bool]]:
+    in_loop = place is Surroundings.LOOP
+    saves = plan.settings.saves
+    if saves is not None and saves.is_own:
+        # The whole function's are those of a function that stores nothing, so they are not parted.
+        for unit in segments(plan, out_kinds(plan), place):
+            if isinstance(unit, Segment):
+                yield plan, unit.nodes, times, in_loop
+    elif saves is not None and saves.saves_anything:
+        # In the user's own `jax.checkpoint`.
+        alone = [index for index in range(len(plan.decisions)) if not is_apart(plan, index)]
+        yield plan, tuple(alone), times, True
+    for node, decision in zip(plan.graph.nodes, plan.decisions, strict=True):
+        if decision.inner is None or node.structure is None:
+            continue
+        for inner, call in zip(inner_plans(decision.inner), node.structure.inner(), strict=True):
+            yield from _inside(inner, times * call.times, place.within(node.name))
+
+
+def _anchors(plan: Plan, nodes: Sequence[int], wanted: Sequence[set[int]]) -> set[int]:
+    """Operations to be stored, so that what is written out is recomputed in parts.
+
+    The parts end where little goes on, such as a residual stream between layers. The more of them
+    there are, the more is stored at their ends, and the less is there while one is recomputed: of
+    all limits for what an end may store, that with the smallest sum of both is taken.
+    """
+    live = _live(plan, nodes)
+    dear = [plan.decisions[index].barrier for index in nodes]
+    ends = _lowest(plan, live, dear)
+    limits = sorted({_bytes(plan, live[place]) for place in ends})
+    chosen: set[int] = set()
+    least = _bytes(plan, set().union(*wanted))
+    for limit in limits:
+        kept, largest = _cut(
+            plan, live, wanted, [x for x in ends if _bytes(plan, live[x]) <= limit]
+        )
+        if kept and (total := _bytes(plan, kept) + largest) < least:
+            chosen, least = kept, total
+    return {maker for number in chosen if (maker := plan.graph.maker(number)) is not None}
+
+
+def _cut(
+    plan: Plan, live: Sequence[set[int]], wanted: Sequence[set[int]], ends: Sequence[int]
+) -> tuple[set[int], int]:
+    """What is stored if parts end at some places, and the most bytes that one part needs."""
+    kept: set[int] = set()
+    largest = begin = 0
+    for end in (*ends, len(wanted)):
+        part = _bytes(plan, set().union(*wanted[begin:end]) - kept)
+        new = live[end] - kept if end < len(wanted) else set()
+        # A part that needs hardly more than it keeps at its end is worth nothing.
+        if end == len(wanted) or part >= _WORTH * _bytes(plan, new):
+            kept |= new
+            largest, begin = max(largest, part), end
+    return kept, largest
+
+
+def _lowest(plan: Plan, live: Sequence[set[int]], dear: Sequence[bool]) -> list[int]:
+    """Of all places between two dear operations, the one where the least goes on."""
+    found: list[int] = []
+    begin = 0
+    for place in [place for place, is_dear in enumerate(dear) if is_dear]:
+        if any(dear[:place]):
+            # Of several the last: after a sum, and not between its parts.
+            within = reversed(range(begin, place + 1))
+            found.append(min(within, key=lambda x: _bytes(plan, live[x])))
+        begin = place + 1
+    return found
+
+
+def _live(plan: Plan, nodes: Sequence[int]) -> list[set[int]]:
+    """Before each operation, the values that earlier ones hand to it or to later ones."""
+    graph = plan.graph
+    position = {index: place for place, index in enumerate(nodes)}
+    last: dict[int, int] = {}
+    live: list[set[int]] = []
+    for place, index in enumerate(nodes):
+        live.append({number for number, end in last.items() if end >= place})
+        last = {number: last[number] for number in live[-1]}
+        for number, kind in zip(graph.nodes[index].outs, plan.decisions[index].outs, strict=True):
+            users = graph.users[number]
+            outside = number in graph.returned or any(user not in position for user in users)
+            if users and not outside and not kind.is_weight:
+                last[number] = max(position[user] for user in users)
+    return live
+
+
+def _bytes(plan: Plan, numbers: Iterable[int]) -> int:
+    return sum(held_bytes(plan, number) for number in numbers)
+
+
+def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, float]:
+    """Seconds and FLOPs of contractions that running an operation again takes.
+
+    Of what is no contraction, the results' bytes: XLA fuses most of these, and half of them are
+    written.
+    """
+    graph, node = plan.graph, plan.graph.nodes[index]
+    ins = [graph.aval(operand) for operand in node.ins]
+    outs = [graph.avals[number] for number in node.outs]
+    written = sum(held_bytes(plan, number) for number in node.outs) / accelerator.bandwidth
+    if not plan.decisions[index].barrier:
+        return written / 2, 0.0
+    count = operation_flops(node.name, node.params, ins, outs)
+    name = np.dtype(plan.settings.compute).name
+    rate = accelerator.peak_flops.get(name) or max(accelerator.peak_flops.values())
+    read = sum(
+        held_bytes(plan, operand) for operand in node.ins if not isinstance(operand, Constant)
+    )
+    return max(count / rate, written + read / accelerator.bandwidth), float(count)
+
+
+# What the derivative of an operation reads.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """An operation and the types of its operands; two that are bound alike are equal."""
+
+    node: Node = dataclasses.field(compare=False)
+    avals: tuple[Any, ...] = dataclasses.field(compare=False)
+    key: Hashable = None
+
+
+def _key_of(graph: Graph, index: int) -> _Call:
+    node = graph.nodes[index]
+    avals = tuple(map(graph.aval, node.ins))
+    params = tuple((name, _hashable(value)) for name, value in sorted(node.params.items()))
+    constants = tuple(isinstance(operand, Constant) for operand in node.ins)
+    return _Call(node, avals, (node.name, params, tuple(map(str, avals)), constants))
+
+
+def _hashable(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+class _Needs:
+    """The operands and results that the derivative of an operation reads, by position."""
+
+    def __init__(self, call: _Call):
+        node, avals = call.node, call.avals
+        self.operands = set(range(len(node.ins)))
+        self.results = set(range(len(node.outs)))
+        moving = [
+            position
+            for position, aval in enumerate(avals)
+            if not isinstance(node.ins[position], Constant)
+            and jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
+        ]
+        if not moving:
+            self.operands, self.results = set(), set()
+            return
+        try:
+            jaxpr = jax.make_jaxpr(_differentiated(node, moving))(*map(_as_shape, avals)).jaxpr
+        except Exception:
+            # What cannot be bound apart from its program, such as a collective outside of its mesh,
+            # may read all of it.
+            return
+        count = len(node.outs)
+        self._read(jaxpr, jaxpr.outvars[:count], jaxpr.outvars[count:])
+
+    def _read(self, jaxpr: core.Jaxpr, outs: Sequence[Any], kept: Sequence[Any]) -> None:
+        made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+        found: set[Any] = set()
+        waiting = [var for var in kept if not isinstance(var, core.Literal)]
+        while waiting:
+            var = waiting.pop()
+            if var in found:
+                continue
+            found.add(var)
+            if var in made and var not in outs:
+                inputs = made[var].invars
+                waiting += [x for x in inputs if not isinstance(x, core.Literal)]
+        self.operands = {i for i, var in enumerate(jaxpr.invars) if var in found}
+        self.results = {i for i, var in enumerate(outs) if var in found and var in made}
+
+    def values(self, node: Node) -> set[int]:
+        """The numbers of these values."""
+        operands = [node.ins[position] for position in self.operands]
+        results = {node.outs[position] for position in self.results}
+        return results | {x for x in operands if not isinstance(x, Constant)}
+
+
+def _differentiated(node: Node, moving: Sequence[int]) -> Callable[..., Any]:
+    def stored(*values: Any) -> Any:
+        def of_moving(*moved: Any) -> list[Any]:
+            given = list(values)
+            for position, value in zip(moving, moved, strict=True):
+                given[position] = value
+            return list(bind_again(node.primitive, dict(node.params), given))
+
+        # As in `explain`: the backward pass is a pytree whose leaves are what it has stored.
+        return jax.vjp(of_moving, *(values[position] for position in moving))
+
+    return stored
+
+
+def _as_shape(aval: Any) -> Any:
+    if not hasattr(aval, "dtype"):
+        return aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -1,0 +1,272 @@
+"""The answer of `halfstep.plan`: a policy, and all that was compiled to find it."""
+
+import dataclasses
+import html as escaping
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep._base import Report, aligned, figure_of, flops, html_table, percent, size
+from halfstep._policy import Policy
+
+_HEAD = (
+    *(("candidate", False), ("peak", True), ("of budget", True), ("estimated", True)),
+    *(("stored", True), ("recomputed", True), ("offloaded", True), ("verdict", False)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCandidate:
+    """A policy that was compiled.
+
+    Attributes:
+        choice: The name of the step's maker, if there are several.
+        policy: The policy.
+        peak_bytes: The compiled peak; `None` if the compiler gave up before it knew.
+        estimated_bytes: What was expected before it was compiled; `None` for the first ones.
+        stored_bytes: What the backward pass is expected to keep of what rules name.
+        recomputed_flops: FLOPs of contractions in the compiled program beyond those of the step
+            that recomputes none.
+        offloaded_bytes: Bytes in the host's memory.
+        seconds: What recomputing, encoding and moving is expected to take, in seconds of a device
+            that is used fully. It is for comparing candidates only.
+        fits: Whether the peak is within the budget.
+        versions: Of the compilers.
+
+    Example:
+        ```python
+        import halfstep
+
+        candidate = halfstep.PlanCandidate(
+            choice="",
+            policy=halfstep.Policy(),
+            peak_bytes=2**30,
+            estimated_bytes=None,
+            stored_bytes=0,
+            recomputed_flops=0,
+            offloaded_bytes=0,
+            seconds=0.0,
+            fits=True,
+        )
+        assert candidate.to_dict()["policy"] == "p=f32,c=bf16,o=f32"
+        ```
+    """
+
+    choice: str
+    policy: Policy
+    peak_bytes: int | None
+    estimated_bytes: int | None
+    stored_bytes: int
+    recomputed_flops: int
+    offloaded_bytes: int
+    seconds: float
+    fits: bool
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "choice": self.choice,
+            "policy": str(self.policy),
+            "peak_bytes": self.peak_bytes,
+            "estimated_bytes": self.estimated_bytes,
+            "stored_bytes": self.stored_bytes,
+            "recomputed_flops": self.recomputed_flops,
+            "offloaded_bytes": self.offloaded_bytes,
+            "seconds": self.seconds,
+            "fits": self.fits,
+            "versions": dict(self.versions),
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryPlan(Report):
+    """A policy that keeps a step within a memory budget, and how it was found.
+
+    Attributes:
+        target: What it was compiled for.
+        budget_bytes: The budget, for each device.
+        chosen: The candidate that was taken.
+        front: Every candidate that was compiled, in this order.
+        gradient_error: The largest distance of the gradients on a held-out batch from those of the
+            policy that stores all in 16 bits, as a share of their length; `None` if no batches
+            were given.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        def make_step(policy):
+            def loss(params, x):
+                for w in params:
+                    x = x + jnp.tanh(x @ w)
+                return jnp.mean(x**2)
+
+            def step(params, x):
+                grads = jax.grad(halfstep.autocast(loss, policy))(params, x)
+                return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+            return step
+
+
+        params = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 6
+        x = jax.ShapeDtypeStruct((16384, 512), jnp.float32)
+        plan = halfstep.plan(
+            make_step, (params, x), target="h100", budget="220MiB", donate_argnums=0
+        )
+        assert plan.peak_bytes <= plan.budget_bytes
+        step = make_step(plan.policy)
+        ```
+    """
+
+    target: str
+    budget_bytes: int
+    chosen: PlanCandidate
+    front: tuple[PlanCandidate, ...]
+    gradient_error: float | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy to train with."""
+        return self.chosen.policy
+
+    @property
+    def choice(self) -> str:
+        """The name of the maker that was taken; empty if there is only one."""
+        return self.chosen.choice
+
+    @property
+    def peak_bytes(self) -> int:
+        """The compiled peak."""
+        return self.chosen.peak_bytes or 0
+
+    @property
+    def recomputed_flops(self) -> int:
+        """FLOPs of contractions that a step computes again."""
+        return self.chosen.recomputed_flops
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes in the host's memory."""
+        return self.chosen.offloaded_bytes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy into a file that `Policy.load` reads, with what was found as comments.
+
+        Args:
+            path: The file; by custom, it ends with `.toml`.
+        """
+        self.policy.save(path, notes=self._certificate)
+
+    @property
+    def _certificate(self) -> tuple[str, ...]:
+        error = self.gradient_error
+        lines = [
+            f"Planned by halfstep.plan for {self.target}, with a budget of "
+            f"{size(self.budget_bytes)} for each device.",
+            f"Compiled peak: {size(self.peak_bytes)}. Recomputed: "
+            f"{flops(self.recomputed_flops)}. Offloaded: {size(self.offloaded_bytes)}.",
+        ]
+        if self.choice:
+            lines.append(f"Choice: {self.choice}.")
+        if error is not None:
+            lines.append(f"Gradients on held-out batches: within {percent(error)}.")
+        versions = ", ".join(f"{name} {version}" for name, version in self.chosen.versions.items())
+        return (*lines, f"{len(self.front)} compiles with {versions}.")
+
+    def __str__(self) -> str:
+        rows = [[name for name, _ in _HEAD], *self._rows]
+        table = aligned(rows, [is_number for _, is_number in _HEAD])
+        rules = "\n".join(f"  {rule}" for rule in self.policy.stores) or "  none"
+        return f"{self._headline}\n\n{table}\n\nrules of the plan:\n{rules}"
+
+    def _repr_html_(self) -> str:
+        numbers = [is_number for _, is_number in _HEAD]
+        rows = [list(zip(row, numbers, strict=True)) for row in self._rows]
+        rules = "".join(
+            f"<li><code>{escaping.escape(str(rule))}</code></li>" for rule in self.policy.stores
+        )
+        return (
+            f'<div style="overflow-x:auto"><p>{escaping.escape(self._headline)}</p>'
+            f"{html_table(_HEAD, rows, [found.fits for found in self.front])}<ul>{rules}</ul></div>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "target": self.target,
+            "budget_bytes": self.budget_bytes,
+            "chosen": self.front.index(self.chosen),
+            "gradient_error": self.gradient_error,
+            "front": [found.to_dict() for found in self.front],
+        }
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw all candidates: what each recomputes, by its peak.
+
+        Args:
+            path: Where to save the picture, if anywhere.
+
+        Returns:
+            A matplotlib figure.
+        """
+        figure = figure_of("a plan")
+        figure.set_size_inches(7, 4.2)
+        axes = figure.subplots()
+        for fits, color, label in ((True, "tab:blue", "fits"), (False, "tab:gray", "does not fit")):
+            found = [x for x in self.front if x.fits == fits and x.peak_bytes is not None]
+            axes.scatter(
+                [(x.peak_bytes or 0) / 2**30 for x in found],
+                [x.recomputed_flops / 1e12 for x in found],
+                color=color,
+                label=label,
+            )
+        axes.scatter(
+            [self.peak_bytes / 2**30],
+            [self.recomputed_flops / 1e12],
+            s=160,
+            facecolors="none",
+            edgecolors="tab:red",
+            label="the plan",
+        )
+        axes.axvline(self.budget_bytes / 2**30, color="tab:red", linewidth=1, label="budget")
+        axes.set_xlabel("compiled peak (GiB)")
+        axes.set_ylabel("recomputed (TFLOP)")
+        axes.set_title(f"{self.target}: candidates of the plan")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    @property
+    def _headline(self) -> str:
+        return (
+            f"{self.target}: {size(self.peak_bytes)} of {size(self.budget_bytes)} "
+            f"({percent(self.peak_bytes / self.budget_bytes)})"
+            + (f", {self.choice}" if self.choice else "")
+            + ("" if self.gradient_error is None else f", gradients {percent(self.gradient_error)}")
+        )
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        rows = []
+        for number, found in enumerate(self.front):
+            peak, guess = found.peak_bytes, found.estimated_bytes
+            rows.append(
+                [
+                    f"{number + 1} {found.choice}".rstrip(),
+                    "-" if peak is None else size(peak),
+                    "-" if peak is None else percent(peak / self.budget_bytes),
+                    "-" if guess is None else size(guess),
+                    size(found.stored_bytes),
+                    flops(found.recomputed_flops),
+                    size(found.offloaded_bytes),
+                    "the plan"
+                    if found is self.chosen
+                    else ("fits" if found.fits else "does not fit"),
+                ]
+            )
+        return rows

@@ -1,0 +1,369 @@
+"""Search for a plan: select, compile, correct.
+
+What is stored is selected by a model of the program (`selection`), which knows the bytes of values
+and the time of operations, and nothing about how a compiler lays out memory. The compiler has the
+last word: each selection is compiled for the target, and where the peak is not what the model says,
+the bytes that the next selection may store are corrected. Peaks of selections of one program lie
+near a line over the bytes that they store, so that few compiles lead to the budget.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from halfstep._autocast import Plan, TracedCall, observed
+from halfstep._base import Progress, size
+from halfstep._policy import Policy, StoreOutcome, StoreRule
+from halfstep._preflight.planning.budget import parse_budget
+from halfstep._preflight.planning.candidates import tape
+from halfstep._preflight.planning.choices import LOSSY, Choices, as_outcome, choices
+from halfstep._preflight.planning.gradients import Gradients, gradients, relative_error
+from halfstep._preflight.planning.memory_plan import MemoryPlan, PlanCandidate
+from halfstep._preflight.planning.selection import Selection, select, selection
+from halfstep._preflight.preflight_errors import DoesNotFitError, PreflightError
+from halfstep._preflight.report.preflight_entry import PreflightEntry
+from halfstep._preflight.steps import (
+    Case,
+    CompileOptions,
+    Prepared,
+    Step,
+    compile_prepared,
+    prepare,
+)
+from halfstep._preflight.target.targets import Target
+
+MakeStep = Callable[[Policy], Step]
+# A plan that uses this share of its budget is not improved further.
+_ENOUGH = 0.985
+# What is stored is guessed so much smaller than the line says: a peak above the budget is worth
+# nothing, one a little below it costs little.
+_CAUTION = 0.003
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What was asked for."""
+
+    args: tuple[Any, ...]
+    target: Target
+    budget: int | float | str | None
+    policy: Policy
+    max_error: float | None
+    batches: tuple[Sequence[Any], ...]
+    compiles: int
+    options: CompileOptions
+    bar: Progress
+
+
+def first_that_fits(makers: Mapping[str, MakeStep], request: PlanRequest, way: str) -> MemoryPlan:
+    """The plan of the first maker that has one.
+
+    Args:
+        makers: Of steps, by name.
+        request: What was asked for.
+        way: Who makes the matrix products, as `preflight`'s `gemm`.
+
+    Raises:
+        DoesNotFitError: If none has one.
+    """
+    searches: list[_Search] = []
+    for name, maker in makers.items():
+        search = _Search(name, maker, request, way, used=sum(len(x.tried) for x in searches))
+        searches.append(search)
+        if search.can_fit():
+            chosen, error = search.find()
+            front = [found for one in searches for found in one.candidates()]
+            # Its own candidates are the last ones.
+            number = len(front) - len(search.tried) + search.tried.index(chosen)
+            return MemoryPlan(
+                request.target.name, search.budget, front[number], tuple(front), error
+            )
+    raise min(searches, key=lambda search: search.nearest.known_peak).refusal()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A policy, and what the compiler says about it."""
+
+    policy: Policy
+    entry: PreflightEntry
+    selection: Selection | None
+    """What it stores; `None` for the policy as it was given."""
+    guess: float | None = None
+    """The peak that was expected."""
+
+    @property
+    def peak(self) -> int | None:
+        """The peak, as far as the compiler says; it is silent when it gives up."""
+        known = self.entry.peak_bytes
+        return self.entry.peak.bytes if known is None and self.entry.peak is not None else known
+
+    @property
+    def known_peak(self) -> float:
+        """The same, infinite if there is none."""
+        return math.inf if self.peak is None else self.peak
+
+    @property
+    def stored(self) -> int:
+        """The bytes that the model says it stores."""
+        return 0 if self.selection is None else self.selection.bytes
+
+    @property
+    def flops(self) -> int | None:
+        """Of all contractions of the step."""
+        counted = self.entry.contraction_flops()
+        return None if counted is None else sum(counted.values())
+
+
+class _Search:
+    """The search for a plan with one maker of steps."""
+
+    def __init__(self, name: str, maker: MakeStep, request: PlanRequest, way: str, *, used: int):
+        self.name, self.maker, self.request, self.way = name, maker, request, way
+        self.left = request.compiles - used
+        self.tried: list[_Compiled] = []
+        self.plain = self.compile(request.policy, None)
+        self.least: _Compiled | None = None
+        self.budget = parse_budget(request.budget, usable=self.plain.entry.usable_bytes)
+
+    # What there is to choose.
+
+    @functools.cached_property
+    def offered(self) -> Choices:
+        """What the program leaves to choose; what few bits cost is measured if they may be used."""
+        accelerator = self.request.target.accelerator
+        is_lossy = self.request.max_error is not None
+        found = tape(self.plans(), accelerator)
+        return choices(found, accelerator, lossy=LOSSY if is_lossy else ())
+
+    @functools.cached_property
+    def measured(self) -> Choices:
+        """The same, where each form of few bits has the error that it adds to the gradients."""
+        offered = self.offered
+        if self.request.max_error is None:
+            return offered
+        batch = self.request.batches[0]
+        exact = self.exact(batch)
+        errors: dict[tuple[int, str], float] = {}
+        for number, forms in enumerate(offered.problem.groups):
+            for form in forms:
+                if form.name in LOSSY:
+                    policy = self.all_kept({number: as_outcome(form.name)})
+                    got = gradients(self.maker(policy), batch)
+                    errors[number, form.name] = relative_error(got, exact) ** 2
+        return offered.with_errors(errors)
+
+    def plans(self) -> list[Plan]:
+        """The plans of all calls of rewritten functions in the step."""
+        found: list[Plan] = []
+
+        def observer(call: TracedCall, arrays: Sequence[Any]) -> Sequence[Any]:
+            found.append(call.plan)
+            return arrays
+
+        # Nothing is stored, so that every choice is left.
+        base, everything = self.request.policy, StoreRule("recompute", op="*")
+        with observed(observer):
+            self.prepare(dataclasses.replace(base, stores=(*base.stores, everything)))
+        if not found:
+            raise PreflightError(
+                "the step does not use the policy that make_step was given: no function in it is "
+                "rewritten. Pass it to halfstep.autocast, or to one of the gradient functions."
+            )
+        return found
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the user has a `jax.checkpoint`, in which rules may store what it recomputes."""
+        return any(place.in_remat for place in self.offered.tape.places)
+
+    # Compiling.
+
+    def prepare(self, policy: Policy) -> Prepared:
+        """Trace and lower a step."""
+        request = self.request
+        case = Case(self.name or "step", self.maker(policy), request.args)
+        return prepare(case, [request.target], request.options)
+
+    def compile(
+        self, policy: Policy, found: Selection | None, guess: float | None = None
+    ) -> _Compiled:
+        """Compile a step; one that was compiled before is not compiled again."""
+        known = next((one for one in self.tried if one.policy == policy), None)
+        if known is not None:
+            return known
+        request = self.request
+        entry = compile_prepared(
+            self.prepare(policy), request.target, self.way, request.options, request.bar
+        )
+        made = _Compiled(policy, entry, found, guess)
+        self.tried.append(made)
+        return made
+
+    def fits(self, made: _Compiled) -> bool:
+        """Whether a candidate is within the budget."""
+        return made.known_peak <= self.budget
+
+    # Searching.
+
+    def can_fit(self) -> bool:
+        """Whether the policy fits as it is, or with as little stored as can be."""
+        if self.fits(self.plain) and not self.is_recomputed:
+            return True
+        problem = self.offered.problem
+        # Without the solver's answer, what must be stored and nothing else.
+        required = {number: problem.groups[number][0] for number in problem.required}
+        found = select(problem, smallest=True, error=0.0) or selection(problem, required)
+        self.least = self.compile(self.offered.policy(self.request.policy, found), found)
+        return self.fits(self.least) or self.fits(self.plain)
+
+    @property
+    def nearest(self) -> _Compiled:
+        """The candidate with the smallest peak."""
+        return min(self.tried, key=lambda made: made.known_peak)
+
+    def find(self) -> tuple[_Compiled, float | None]:
+        """The fastest candidate within the budget and the bound, and its error."""
+        if self.least is None or not self.fits(self.least):
+            return self.plain, self.error_of(self.plain)
+        limit = self.request.max_error
+        # The sum of squares of what single forms add is an estimate: what was selected is measured,
+        # too, and the estimate is corrected by it.
+        allowed = math.inf if limit is None else limit**2
+        while True:
+            chosen = self.fastest(self.least, allowed)
+            error = self.error_of(chosen)
+            if limit is None or error is None or error <= limit or chosen is self.least:
+                return chosen, error
+            allowed = 0.8 * (limit / error) ** 2 * min(allowed, self.error_by_model(chosen))
+
+    def fastest(self, least: _Compiled, allowed: float) -> _Compiled:
+        """The fastest candidate whose squared error is allowed, beginning with the smallest."""
+        problem = self.measured.problem
+        low, high = least, None
+        # Over several devices, values are divided by as many as share them.
+        slope = 1 / max(least.entry.devices, 1)
+        while len(self.tried) < self.left:
+            room = (1 - _CAUTION) * self.budget - low.known_peak
+            memory = low.stored + max(room, 0) / slope
+            if high is not None:
+                memory = min(memory, high.stored - 1)
+            found = select(problem, memory=memory, error=allowed)
+            if found is None:
+                break
+            guess = low.known_peak + slope * (found.bytes - low.stored)
+            count = len(self.tried)
+            policy = self.measured.policy(self.request.policy, found)
+            made = self.compile(policy, found, guess)
+            if len(self.tried) == count:
+                # Nothing that is faster takes as little.
+                break
+            if not self.fits(made):
+                high = made
+            elif made.known_peak >= _ENOUGH * self.budget:
+                break
+            else:
+                low = made
+            slope = _slope(low, least if high is None else high, slope)
+        within = [
+            one for one in self.tried if self.fits(one) and self.error_by_model(one) <= allowed
+        ]
+        return min(within, key=lambda one: (self.seconds(one), one.known_peak))
+
+    def seconds(self, made: _Compiled) -> float:
+        """What a candidate takes longer than one that recomputes nothing, by the model."""
+        if made.selection is not None:
+            return made.selection.seconds
+        # The user's own `jax.checkpoint` recomputes about all there is.
+        slowest = self.least if self.is_recomputed else None
+        return 0.0 if slowest is None or slowest.selection is None else slowest.selection.seconds
+
+    def error_by_model(self, made: _Compiled) -> float:
+        """The squared error that the model says."""
+        return 0.0 if made.selection is None else made.selection.error
+
+    # Errors.
+
+    def all_kept(self, outcomes: Mapping[int, StoreOutcome]) -> Policy:
+        """A policy that keeps everything in 16 bits but for some groups."""
+        every: dict[int, StoreOutcome] = {
+            number: "keep" for number in range(len(self.offered.groups))
+        }
+        return self.offered.with_outcomes(self.request.policy, {**every, **outcomes})
+
+    def exact(self, batch: Sequence[Any]) -> Gradients:
+        """The gradients with all in 16 bits."""
+        return gradients(self.maker(self.all_kept({})), batch)
+
+    def error_of(self, made: _Compiled) -> float | None:
+        """The largest error on a batch that was held out; `None` if there is none."""
+        held_out = self.request.batches[1:]
+        if not held_out or made is self.plain:
+            return 0.0 if held_out else None
+        return max(
+            # A step of its own each time: JAX would not trace the same one again.
+            relative_error(gradients(self.maker(made.policy), batch), self.exact(batch))
+            for batch in held_out
+        )
+
+    # Answers.
+
+    def candidates(self) -> list[PlanCandidate]:
+        """All that was compiled, as users see it."""
+        base = self.flops_of_none
+        return [
+            PlanCandidate(
+                choice=self.name,
+                policy=one.policy,
+                peak_bytes=one.peak,
+                estimated_bytes=None if one.guess is None else int(one.guess),
+                stored_bytes=one.stored,
+                recomputed_flops=max((one.flops or base) - base, 0),
+                offloaded_bytes=one.entry.host_bytes or 0,
+                seconds=self.seconds(one),
+                fits=self.fits(one),
+                versions=one.entry.versions,
+            )
+            for one in self.tried
+        ]
+
+    @property
+    def flops_of_none(self) -> int:
+        """FLOPs of a step that recomputes no contraction."""
+        counted = self.plain.flops
+        least = self.least
+        # Of a step that recomputes by itself, and of one that the compiler gave up on, what the
+        # model says is recomputed by a candidate is taken off what the compiler counts in it.
+        is_none = counted is not None and (least is None or not self.is_recomputed)
+        if is_none or least is None or least.flops is None or least.selection is None:
+            return counted or 0
+        return least.flops - int(least.selection.flops)
+
+    def refusal(self) -> DoesNotFitError:
+        """An error with what the nearest candidate takes, and what would have to change."""
+        nearest = self.nearest
+        parts = sorted(nearest.entry.memory.items(), key=lambda item: -item[1])
+        said = ", ".join(f"{size(amount)} {role}" for role, amount in parts if amount)
+        name = f" ({self.name})" if self.name else ""
+        return DoesNotFitError(
+            f"no plan fits into {size(self.budget)} on {self.request.target.name}: with as little "
+            f"stored as there can be{name}, the step takes {size(nearest.peak)}: {said}. "
+            "Parameters and optimizer state are the same in every plan: donate them "
+            "(donate_argnums=), offer a maker with an optimizer of fewer bytes "
+            "(halfstep.optim.flash_adamw), use a smaller batch, or divide the step over more "
+            "devices."
+        )
+
+
+def _slope(low: _Compiled, other: _Compiled, slope: float) -> float:
+    """How much the peak rises with what is stored, between two candidates.
+
+    A compiler that finds room in between would say that storing costs nothing: not below a third of
+    what it was.
+    """
+    stored = other.stored - low.stored
+    if not stored or math.isinf(other.known_peak):
+        return slope
+    return max((other.known_peak - low.known_peak) / stored, slope / 3)
