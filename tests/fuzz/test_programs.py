@@ -9,8 +9,6 @@ RUN_EVERY = 10
 """One program in ten is compiled and run as well, which takes as long as the rest of its test."""
 
 
-# A program takes about a second: all 300 on every change would take CI beyond half an hour.
-@pytest.mark.rows(10)
 @pytest.mark.parametrize("first", range(0, 300, EACH))
 def test_programs(first: int) -> None:
     outcomes = [
