@@ -52,7 +52,12 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             ),
             Benchmark("autocast"),
         ),
-        "memory": (Benchmark("memory", plots=True, peers=("mpx",)), Benchmark("release")),
+        "memory": (
+            Benchmark("memory", plots=True, peers=("mpx",)),
+            Benchmark("release"),
+            Benchmark("plan", plots=True),
+            Benchmark("remat"),
+        ),
         "optimizers": (
             Benchmark("optimizers", peers=("flashoptim_jax",)),
             Benchmark("kernels"),

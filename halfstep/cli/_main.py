@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import _bisect, _doctor, _explain, _formats, _preflight, _replay
+from halfstep.cli import _bisect, _doctor, _explain, _formats, _plan, _preflight, _replay
 from halfstep.cli._command import CommandError, Commands, add_command
 
 _EPILOG = """\
@@ -22,6 +22,9 @@ examples:
 
   Does a training step fit on hardware that is not there?
     halfstep preflight train.py:make_step --target h100 --policy f32,bf16
+
+  How is it made to fit into the memory that there is?
+    halfstep plan train.py:make_step --target rtx4090 --out plan.toml
 
   MAKE_LOSS and MAKE_STEP are functions of yours that return a function and its
   arguments. "halfstep COMMAND --help" shows how they look.
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"halfstep {__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (_explain, _bisect, _replay, _preflight, _formats, _doctor):
+    for module in (_explain, _bisect, _replay, _preflight, _plan, _formats, _doctor):
         module.add(commands)
     _add_completion(commands)
     return made
@@ -127,7 +130,12 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
             "scripts for shells are made by shtab, which is not installed. "
             'Install it with: pip install "halfstep[completion]"'
         ) from error
-    kinds = {"FILE": shtab.FILE, "MAKE_LOSS": shtab.FILE, "MAKE_STEP": shtab.FILE}
+    kinds = {
+        "FILE": shtab.FILE,
+        "MAKE_LOSS": shtab.FILE,
+        "MAKE_STEP": shtab.FILE,
+        "BATCHES": shtab.FILE,
+    }
     for action in _actions(parser):
         if kind := {**kinds, "DIR": shtab.DIRECTORY}.get(str(action.metavar)):
             # Where shtab looks for it.

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, get_args
 
 from halfstep._explain import LintError
@@ -59,7 +59,7 @@ halfstep preflight train.py:make_step --target h100 --compare before.json
 halfstep preflight after.json --compare before.json --fail-if-worse 5
 """
 
-_PLOTS = (".png", ".pdf", ".svg")
+PLOTS = (".png", ".pdf", ".svg")
 
 
 def add(commands: Commands) -> None:
@@ -79,7 +79,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--target",
-        type=_target,
+        type=target,
         action="append",
         default=[],
         help="such as h100, h100:8, v5e:2x2; repeatable",
@@ -93,7 +93,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--batch",
-        type=_integers,
+        type=integers,
         action="extend",
         default=[],
         help="such as 64,128,256; repeatable",
@@ -106,11 +106,11 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--donate",
-        type=_integers,
+        type=integers,
         default=[],
         help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
     )
-    _add_compiler(parser)
+    add_compiler(parser)
     parser.add_argument("--detail", action="store_true", help="print every figure")
     parser.add_argument(
         "--peak", action="store_true", help="print what fills the peak: by role, scope and line"
@@ -139,7 +139,7 @@ def add(commands: Commands) -> None:
     )
 
 
-def _add_compiler(parser: argparse.ArgumentParser) -> None:
+def add_compiler(parser: argparse.ArgumentParser) -> None:
     """Add what the compiler is told."""
     parser.add_argument(
         "--memory-fraction", type=float, help="share of the device's memory (GPU: 0.75, TPU: 1)"
@@ -154,8 +154,8 @@ def _add_compiler(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
-    check_writable(arguments.plot, endings=_PLOTS)
-    check_writable(arguments.plot_peak, endings=_PLOTS)
+    check_writable(arguments.plot, endings=PLOTS)
+    check_writable(arguments.plot_peak, endings=PLOTS)
     if arguments.fail_if_worse is not None and arguments.compare is None:
         raise CommandError(
             f"--fail-if-worse {arguments.fail_if_worse:g} needs an earlier report to compare with; "
@@ -210,7 +210,9 @@ def _entries(arguments: argparse.Namespace) -> list[PreflightEntry | None]:
             f"{','.join(map(str, arguments.batch))} with it. Leave one of them out."
         )
     with kept_apart(arguments):
-        make = _maker(arguments)
+        has_batch = arguments.batch or arguments.largest_batch
+        named = (("policy", arguments.policy), ("batch", has_batch))
+        make = checked_maker(arguments, [option for option, is_given in named if is_given])
         try:
             return list((_search if arguments.largest_batch else _sweep)(make, arguments))
         except PreflightError as error:
@@ -232,7 +234,7 @@ def _sweep(make: Callable[..., Any], arguments: argparse.Namespace) -> Iterator[
         parts = [*policy.values(), *(f"batch {value}" for value in batch.values())]
         variants[", ".join(parts) or "step"] = make(**policy, **batch)
     yield from preflight(
-        None, targets=arguments.target, variants=variants, **_settings(arguments)
+        None, targets=arguments.target, variants=variants, **compile_settings(arguments)
     ).entries
 
 
@@ -248,7 +250,7 @@ def _search(
                 lambda batch, given=given: make(**given, batch=batch),
                 target=target,
                 multiple_of=arguments.multiple_of,
-                **_settings(arguments),
+                **compile_settings(arguments),
             )
         except DoesNotFitError as error:
             sys.stderr.write(f"{label}{error}\n")
@@ -259,7 +261,7 @@ def _search(
             yield found.named(f"{label}batch {found.batch}")
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+def compile_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "donate_argnums": arguments.donate,
         "memory_fraction": arguments.memory_fraction,
@@ -296,17 +298,20 @@ def _show(
         raise CommandError(f"{error}") from error
 
 
-def _maker(arguments: argparse.Namespace) -> Callable[..., Any]:
-    """The user's function, with what it takes and returns checked."""
+def checked_maker(
+    arguments: argparse.Namespace, options: Collection[str]
+) -> Callable[..., tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]]:
+    """The user's function, with what it takes and returns checked.
+
+    Args:
+        arguments: Of the command; `make_step` names the function.
+        options: Names of what it will be called with.
+    """
     name, make = arguments.make_step, load(arguments.make_step)
-    given = {
-        "policy": bool(arguments.policy),
-        "batch": bool(arguments.batch or arguments.largest_batch),
-    }
     try:
-        inspect.signature(make).bind(**{option: None for option, on in given.items() if on})
+        inspect.signature(make).bind(**dict.fromkeys(options))
     except TypeError as error:
-        called = ", ".join(f"{option}=..." for option, on in given.items() if on)
+        called = ", ".join(f"{option}=..." for option in options)
         raise CommandError(
             f"{name} must be a function that can be called as {name.rpartition(':')[2]}({called}); "
             f"its signature is {inspect.signature(make)}: {error}. Let it take policy= for each "
@@ -319,7 +324,7 @@ def _maker(arguments: argparse.Namespace) -> Callable[..., Any]:
     return checked
 
 
-def _target(text: str) -> Target:
+def target(text: str) -> Target:
     try:
         return parse_target(text)
     except ValueError as error:
@@ -342,7 +347,7 @@ def _policies(text: str) -> list[str]:
     return [text.strip()] if any(written_out) else parts
 
 
-def _integers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     try:
         return [int(part) for part in _texts(text)]
     except ValueError:

@@ -86,6 +86,8 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
     assert [given[1] for given in ran] == [
         "benchmarks.memory",
         "benchmarks.release",
+        "benchmarks.plan",
+        "benchmarks.remat",
         "benchmarks.bisect",
     ]
     assert ran[0][2:] == [
@@ -96,8 +98,8 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
         "packages/mpx",
     ]
     said = capsys.readouterr().out
-    assert "[3/3] bisect: FAILED with exit status 3" in said
-    assert said.endswith("2 of 3 done, results in benchmarks/results.\nFailed: bisect.\n")
+    assert "[5/5] bisect: FAILED with exit status 3" in said
+    assert said.endswith("4 of 5 done, results in benchmarks/results.\nFailed: bisect.\n")
     assert rendered == [[]]
 
 

@@ -66,3 +66,28 @@ def sharded_over_four() -> tuple[Any, Any]:
     mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=kinds)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     return step, (params, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows))
+
+
+def make_layers(policy: str = "bf16") -> tuple[Any, Any]:
+    """Six layers by scan, whose activations are far larger than their weights."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            return x + jnp.tanh(x @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    def step(params: Any, x: Any) -> Any:
+        return params - 0.1 * jax.grad(halfstep.autocast(loss, policy))(params, x)
+
+    params = jax.ShapeDtypeStruct((6, 256, 256), jnp.float32)
+    return jax.jit(step, donate_argnums=0), (params, jax.ShapeDtypeStruct((8192, 256), jnp.float32))
+
+
+def batches() -> list[tuple[Any, Any]]:
+    """Arguments of the step of `make_layers`."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        (0.1 * jax.random.normal(keys[i], (6, 256, 256)), jax.random.normal(keys[i + 2], (8, 256)))
+        for i in range(2)
+    ]

@@ -29,7 +29,7 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]):
     for name in COMMANDS:
         assert re.search(rf"^ +{name}  +\S.+\?$", out, re.MULTILINE), name
     examples = out[out.index("examples:") : out.index("exit status")]
-    assert len(re.findall(r"^    halfstep ", examples, re.MULTILINE)) == 3
+    assert len(re.findall(r"^    halfstep ", examples, re.MULTILINE)) == 4
     assert [line[2] for line in out[out.index("exit status") :].splitlines()[1:4]] == [*"012"]
 
 

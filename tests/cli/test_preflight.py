@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import halfstep
-from halfstep._preflight import Target, interface as _interface
+from halfstep._preflight import Target, steps as _steps_of_preflight
 from halfstep._preflight.compile.compiler import CompilerAnswer
 from halfstep._preflight.compile.lowering import Program
 from halfstep.cli import main
@@ -68,8 +68,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append({"target": target.name, **settings})
         return made_up(program, target, **settings)
 
-    monkeypatch.setattr(_interface, "compile_program", compile_program)
-    monkeypatch.setattr(_interface, "compiler_versions", lambda platform: {})
+    monkeypatch.setattr(_steps_of_preflight, "compile_program", compile_program)
+    monkeypatch.setattr(_steps_of_preflight, "compiler_versions", lambda platform: {})
     # Needs the package flatbuffers, which is not everywhere.
     monkeypatch.setattr(jax.export.Exported, "serialize", lambda exported: b"")
     return asked
@@ -447,7 +447,7 @@ def test_a_missing_compiler(run: Run, compiles: list, monkeypatch: pytest.Monkey
     def missing(platform: str) -> None:
         raise halfstep.PreflightError(f"no compiler for {platform}; pip install it")
 
-    monkeypatch.setattr(_interface, "compiler_versions", missing)
+    monkeypatch.setattr(_steps_of_preflight, "compiler_versions", missing)
     assert run(MAKE_STEP, *TO) == (2, "", "halfstep: no compiler for cuda; pip install it\n")
 
 
@@ -462,7 +462,7 @@ def test_interruption(run: Run, compiles: list, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_interface, "compile_program", interrupted)
+    monkeypatch.setattr(_steps_of_preflight, "compile_program", interrupted)
     assert run(MAKE_STEP, *TO)[::2] == (130, "halfstep: interrupted\n")
 
 

@@ -81,13 +81,14 @@ def logits(
     *,
     heads: int = 12,
     remat: bool = False,
+    saved: Callable[..., Any] | None = None,
     scan: bool = True,
     apply: Dense = dense,
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Scores of the next token at every position; the embedding is used at both ends.
 
-    With `scan=False` the layers are written out one after the other. `apply` is how the layers
-    multiply by their weights.
+    With `remat` each layer is recomputed but for what the policy `saved` says. With `scan=False`
+    the layers are written out one after the other. `apply` is how they multiply by their weights.
     """
 
     def block(x: Array, layer: Params) -> tuple[Array, None]:
@@ -97,7 +98,7 @@ def logits(
 
     x = params["embed"][ids] + params["position"][: ids.shape[1]]
     # Within a scan nothing merges the two computations, so that no barrier is needed.
-    body = jax.checkpoint(block, prevent_cse=not scan) if remat else block
+    body = jax.checkpoint(block, prevent_cse=not scan, policy=saved) if remat else block
     if scan:
         x, _ = jax.lax.scan(body, x, params["blocks"])
     else:

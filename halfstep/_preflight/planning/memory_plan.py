@@ -91,6 +91,8 @@ class MemoryPlan(Report):
         gradient_error: The largest distance of the gradients on a held-out batch from those of the
             policy that stores all in 16 bits, as a share of their length; `None` if no batches
             were given.
+        next_bytes: The peak that is expected of the smallest candidate that is faster; `None` if
+            there is none.
 
     Example:
         ```python
@@ -127,6 +129,7 @@ class MemoryPlan(Report):
     chosen: PlanCandidate
     front: tuple[PlanCandidate, ...]
     gradient_error: float | None = None
+    next_bytes: int | None = None
 
     @property
     def policy(self) -> Policy:
@@ -181,7 +184,7 @@ class MemoryPlan(Report):
         rows = [[name for name, _ in _HEAD], *self._rows]
         table = aligned(rows, [is_number for _, is_number in _HEAD])
         rules = "\n".join(f"  {rule}" for rule in self.policy.stores) or "  none"
-        return f"{self._headline}\n\n{table}\n\nrules of the plan:\n{rules}"
+        return f"{self._headline}\n\n{table}\n\n{self._next}\n\nrules of the plan:\n{rules}"
 
     def _repr_html_(self) -> str:
         numbers = [is_number for _, is_number in _HEAD]
@@ -191,7 +194,8 @@ class MemoryPlan(Report):
         )
         return (
             f'<div style="overflow-x:auto"><p>{escaping.escape(self._headline)}</p>'
-            f"{html_table(_HEAD, rows, [found.fits for found in self.front])}<ul>{rules}</ul></div>"
+            f"{html_table(_HEAD, rows, [found.fits for found in self.front])}"
+            f"<p>{escaping.escape(self._next)}</p><ul>{rules}</ul></div>"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,6 +205,7 @@ class MemoryPlan(Report):
             "budget_bytes": self.budget_bytes,
             "chosen": self.front.index(self.chosen),
             "gradient_error": self.gradient_error,
+            "next_bytes": self.next_bytes,
             "front": [found.to_dict() for found in self.front],
         }
 
@@ -249,6 +254,12 @@ class MemoryPlan(Report):
             + (f", {self.choice}" if self.choice else "")
             + ("" if self.gradient_error is None else f", gradients {percent(self.gradient_error)}")
         )
+
+    @property
+    def _next(self) -> str:
+        if self.next_bytes is None:
+            return "nothing faster is known, whatever the memory."
+        return f"the next faster one is expected to take {size(self.next_bytes)}."
 
     @property
     def _rows(self) -> list[list[str]]:

@@ -37,6 +37,8 @@ from halfstep._preflight.target.targets import Target
 MakeStep = Callable[[Policy], Step]
 # A plan that uses this share of its budget is not improved further.
 _ENOUGH = 0.985
+# A candidate that takes more than this share of another's time is not called faster.
+_FASTER = 0.99
 # What is stored is guessed so much smaller than the line says: a peak above the budget is worth
 # nothing, one a little below it costs little.
 _CAUTION = 0.003
@@ -78,7 +80,12 @@ def first_that_fits(makers: Mapping[str, MakeStep], request: PlanRequest, way: s
             # Its own candidates are the last ones.
             number = len(front) - len(search.tried) + search.tried.index(chosen)
             return MemoryPlan(
-                request.target.name, search.budget, front[number], tuple(front), error
+                request.target.name,
+                search.budget,
+                front[number],
+                tuple(front),
+                error,
+                search.next_bytes(chosen),
             )
     raise min(searches, key=lambda search: search.nearest.known_peak).refusal()
 
@@ -272,6 +279,25 @@ class _Search:
         ]
         return min(within, key=lambda one: (self.seconds(one), one.known_peak))
 
+    def next_bytes(self, chosen: _Compiled) -> int | None:
+        """The peak that is expected of the smallest candidate that is faster."""
+        least, limit = self.least, self.request.max_error
+        if least is None or chosen.selection is None:
+            return None
+        found = select(
+            self.measured.problem,
+            time=_FASTER * chosen.selection.seconds,
+            error=math.inf if limit is None else limit**2,
+            smallest=True,
+        )
+        if found is None:
+            return None
+        slope = _slope(least, chosen, 1 / max(least.entry.devices, 1))
+        # What was compiled and found too large is known better than by the line.
+        tried = [x.known_peak for x in self.tried if x.selection and x.stored == found.bytes]
+        guess = chosen.known_peak + slope * (found.bytes - chosen.stored)
+        return int(max([guess, *tried]))
+
     def seconds(self, made: _Compiled) -> float:
         """What a candidate takes longer than one that recomputes nothing, by the model."""
         if made.selection is not None:
@@ -288,9 +314,7 @@ class _Search:
 
     def all_kept(self, outcomes: Mapping[int, StoreOutcome]) -> Policy:
         """A policy that keeps everything in 16 bits but for some groups."""
-        every: dict[int, StoreOutcome] = {
-            number: "keep" for number in range(len(self.offered.groups))
-        }
+        every: dict[int, StoreOutcome] = dict.fromkeys(range(len(self.offered.groups)), "keep")
         return self.offered.with_outcomes(self.request.policy, {**every, **outcomes})
 
     def exact(self, batch: Sequence[Any]) -> Gradients:

@@ -122,7 +122,12 @@ class Selection:
 
 
 def select(
-    problem: Problem, *, memory: float = np.inf, error: float = np.inf, smallest: bool = False
+    problem: Problem,
+    *,
+    memory: float = np.inf,
+    error: float = np.inf,
+    time: float = np.inf,
+    smallest: bool = False,
 ) -> Selection | None:
     """Select the fastest forms within budgets.
 
@@ -130,6 +135,7 @@ def select(
         problem: What there is to select from.
         memory: The most bytes that may be stored on the device.
         error: The most that forms may add to the squared relative error.
+        time: The most seconds that all of it may take.
         smallest: Whether to select the fewest bytes instead, of those the fastest.
 
     Returns:
@@ -153,6 +159,7 @@ def select(
     for amount, limit in (
         ([form.bytes for _, form in forms], memory),
         ([form.error for _, form in forms], error),
+        (seconds.tolist(), time),
     ):
         # As shares of the sum: HiGHS lets a row be off by an absolute tolerance.
         unit = sum(amount)

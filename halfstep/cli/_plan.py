@@ -1,0 +1,136 @@
+"""`halfstep plan`: make it fit."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from halfstep._policy import as_policy
+from halfstep._preflight import DoesNotFitError, MemoryPlan, PreflightError, plan
+from halfstep.cli._command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json,
+    answer,
+    check_writable,
+    kept_apart,
+)
+from halfstep.cli._load import load
+from halfstep.cli._preflight import (
+    PLOTS,
+    add_compiler,
+    checked_maker,
+    compile_settings,
+    integers,
+    target,
+)
+
+_DESCRIPTION = """\
+Find a policy with which a training step fits into a memory budget, at the least
+cost: what is kept for the backward pass in 16 bits, in fewer, on the host, and
+what is recomputed.
+
+MAKE_STEP is as for "halfstep preflight": it is called with policy=, and returns a
+step and its arguments (arrays or jax.ShapeDtypeStructs):
+
+    def make_step(policy="f32"):
+        ...
+        return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, images)
+
+8 and 4 bits change gradients, so they are used only with --max-gradient-error
+0.02, say, which is measured on what --batches train.py:batches returns: a list of
+arguments with real arrays.
+
+The exit status is 0, 1 if no plan fits, and 2 if there is no answer.
+"""
+
+_EXAMPLE = """\
+halfstep plan train.py:make_step --target h100 --budget 40GiB
+halfstep plan train.py:make_step --target rtx4090 --out plan.toml --plot front.png
+halfstep plan train.py:make_step --target v5e --budget 80%
+"""
+
+
+def add(commands: Commands) -> None:
+    """Add the subcommand to the command."""
+    parser = add_command(
+        commands,
+        "plan",
+        run,
+        help="how is it made to fit into the memory that there is?",
+        description=_DESCRIPTION,
+        example=_EXAMPLE,
+    )
+    parser.add_argument(
+        "make_step", metavar="MAKE_STEP", help="module:function or file.py:function"
+    )
+    parser.add_argument("--target", type=target, required=True, help="such as h100, h100:8, v5e")
+    parser.add_argument(
+        "--budget", help="for each device: 20GiB, 80%%, or bytes (all that JAX takes)"
+    )
+    parser.add_argument("--policy", default="bf16", help="what to start from (bf16)")
+    parser.add_argument(
+        "--max-gradient-error",
+        type=float,
+        metavar="SHARE",
+        help="the most that few bits may change the gradients, such as 0.02",
+    )
+    parser.add_argument(
+        "--batches", metavar="BATCHES", help="module:function that returns a list of arguments"
+    )
+    parser.add_argument("--compiles", type=int, default=12, help="the most compiles (12)")
+    parser.add_argument(
+        "--donate",
+        type=integers,
+        default=[],
+        help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
+    )
+    add_compiler(parser)
+    parser.add_argument("--out", metavar="FILE", help="write the policy, for Policy.load (TOML)")
+    add_json(parser)
+    parser.add_argument("--plot", metavar="FILE", help="draw all candidates (PNG, PDF, SVG)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    check_writable(arguments.plot, endings=PLOTS)
+    check_writable(arguments.out, endings=(".toml",))
+    try:
+        with kept_apart(arguments):
+            found = _plan(arguments)
+    except DoesNotFitError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    except (PreflightError, ValueError) as error:
+        raise CommandError(f"{error}") from error
+    answer(arguments, str(found), json.dumps(found.to_dict(), indent=2))
+    try:
+        if arguments.out:
+            found.save(arguments.out)
+        if arguments.plot:
+            found.plot(arguments.plot)
+    except (OSError, ModuleNotFoundError) as error:
+        raise CommandError(f"{error}") from error
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+    make, policy = checked_maker(arguments, ["policy"]), as_policy(arguments.policy)
+    batches: Sequence[Any] | None = None
+    if arguments.batches:
+        batches = list(load(arguments.batches)())
+    # As a text, as every other command has it.
+    _, args = make(policy=str(policy))
+    return plan(
+        lambda chosen: make(policy=str(chosen))[0],
+        args,
+        target=arguments.target,
+        budget=arguments.budget,
+        policy=policy,
+        max_gradient_error=arguments.max_gradient_error,
+        batches=batches,
+        compiles=arguments.compiles,
+        **compile_settings(arguments),
+    )
