@@ -28,7 +28,9 @@ from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.kernels import COLUMNS as KERNEL_COLUMNS, lines as kernel_lines
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
+from benchmarks.plan import text as plan_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
+from benchmarks.remat import text as remat_text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -527,6 +529,15 @@ def bisect(result: dict[str, Any]) -> str:
     )
 
 
+def plan(result: dict[str, Any]) -> str:
+    image = markdown("What the plans of six models recompute, by their peaks", "plan")
+    return f"{image}\n\n{plan_text(result)}\n\n{made_by(result)}"
+
+
+def remat(result: dict[str, Any]) -> str:
+    return f"{remat_text(result)}\n\n{made_by(result)}"
+
+
 RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
     {
         "autocast": autocast,
@@ -548,7 +559,9 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "optimizers": optimizers,
         "overhead": overhead,
         "peers": peers_text,
+        "plan": plan,
         "release": release,
+        "remat": remat,
         "scale": scale_text,
         "soak": soak_text,
         "training": training,

@@ -3,6 +3,11 @@
     python -m examples.gpt_fsdp
     python -m examples.gpt_fsdp --policy f8 --optimizer flash --microbatches 2
 
+With a plan for a memory budget, which is made without the hardware:
+
+    halfstep plan examples.gpt_fsdp:plan_step --target rtx4070 --budget 100MiB --out plan.toml
+    python -m examples.gpt_fsdp --policy plan.toml
+
 Two processes on one machine that share one copy of the parameters (FSDP):
 
     python -m examples.gpt_fsdp --coordinator 127.0.0.1:9876 --processes 2 --process 0 --fsdp 2 &
@@ -67,6 +72,11 @@ class Config:
     log_every: int = 10
     eval_every: int = 50
 
+    @property
+    def label(self) -> str:
+        """The policy in a word."""
+        return self.policy if self.policy in POLICIES else "planned"
+
 
 def make_optimizer(config: Config) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
     """The optimizer, and what makes its parameters and its state of float32 parameters."""
@@ -114,6 +124,23 @@ def initial_state(config: Config, mesh: Mesh, text: Text) -> State:
 
 def loss_of(config: Config) -> Callable[..., Array]:
     return functools.partial(_gpt.loss, heads=config.heads)
+
+
+def plan_step(policy: str = "bf16", batch: int = Config.batch) -> tuple[Callable[..., Any], Any]:
+    """The step on one device for a policy and the shapes of its arguments, for `halfstep plan`."""
+    config = Config(policy=policy, batch=batch)
+    text = jax.ShapeDtypeStruct((batch, config.tokens + 1), np.uint8)
+    sizes = {"tokens": config.tokens, "width": config.width, "layers": config.layers}
+    params, state = jax.eval_shape(
+        lambda key: make_optimizer(config)[1](_gpt.init(**sizes, key=key)), jax.random.key(0)
+    )
+    whole = {
+        "params": params,
+        "optimizer": state,
+        "scaling": halfstep.NoLossScaling(),
+        "ledger": jax.eval_shape(lambda: halfstep.Ledger(limit=50)),
+    }
+    return make_step(config, whole), (whole, text)
 
 
 def make_step(config: Config, state: State) -> Callable[[State, Text], tuple[Array, State]]:
@@ -170,7 +197,7 @@ def train(
         start = 0
         if checkpoints.latest() is not None:
             start, state = checkpoints.restore(state, data=batches.iterator)
-        names = {"name": f"{config.policy} {config.optimizer}", "steps": config.steps}
+        names = {"name": f"{config.label} {config.optimizer}", "steps": config.steps}
         is_first = jax.process_index() == 0
         log = stack.enter_context(Log(out / "metrics.jsonl", **names, start=start, active=is_first))
         preemption = stack.enter_context(Preemption())
@@ -203,20 +230,33 @@ def train(
     return log.records
 
 
+def policy_of(text: str) -> str:
+    """The policy of an option: a name, or the text of what a file has."""
+    if text.endswith(".toml"):
+        return str(halfstep.Policy.load(text))
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(
+            f"required one of {', '.join(POLICIES)}, or a TOML file; got {text!r}"
+        )
+    return text
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.gpt_fsdp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    choices = {"policy": POLICIES, "optimizer": ("adamw", "flash")}
+    choices = {"optimizer": ("adamw", "flash")}
+    types = {"policy": policy_of}
     for field in dataclasses.fields(Config):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=type(field.default),
+            type=types.get(field.name, type(field.default)),
             default=field.default,
             choices=choices.get(field.name),
-            help=f"({field.default})",
+            help=f"({field.default})"
+            + (f" one of {', '.join(POLICIES)}, or a file" if field.name == "policy" else ""),
         )
     add = parser.add_argument
     add("--fsdp", type=int, default=1, help="devices that share a copy of the parameters (1)")
@@ -245,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         records = train(config, mesh, options.out, **every, hang_after=options.hang_after)
         if jax.process_index() == 0 and records[-1]["step"] == config.steps:
             spread = " x ".join(f"{count} {axis}" for axis, count in mesh.shape.items())
-            title = f"{config.policy}, {config.optimizer}, devices: {spread}"
+            title = f"{config.label}, {config.optimizer}, devices: {spread}"
             plot_run(records, options.out / "curves.png", title=title)
             print(f"held-out loss {records[-1]['held_out_loss']:.4f}; see {options.out}")
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import halfstep
 from examples import _mesh, gpt_fsdp as script
 from examples._text import Batches, python_library
 
@@ -91,3 +92,14 @@ def test_what_is_divided():
 def test_options_that_cannot_be(tmp_path: pathlib.Path, options: str, message: str):
     with pytest.raises(SystemExit, match=message):
         run(tmp_path, options)
+
+
+def test_a_policy_from_a_file(tmp_path: pathlib.Path):
+    path = tmp_path / "plan.toml"
+    policy = halfstep.Policy(compute="bf16", stores=("store:op:dot_general=recompute",))
+    policy.save(path)
+    text = script.parse(["--policy", str(path)]).policy
+    assert halfstep.Policy.parse(text) == policy
+    assert script.Config(policy=text).label == "planned"
+    step, args = script.plan_step(text, batch=2)
+    assert jax.eval_shape(step, *args)[0].shape == ()

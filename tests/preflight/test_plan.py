@@ -178,6 +178,25 @@ def test_a_plan_is_within_its_budget(loss: Callable[..., Any], target: str, budg
     assert again[target].peak_bytes == found.peak_bytes
 
 
+def test_over_a_mesh_it_plans_for_each_device():
+    need("cuda")
+    found = plan(
+        make_step(scanned),
+        shapes(),
+        target="h100:4",
+        budget="85MiB",
+        donate_argnums=0,
+        mesh={"data": 4},
+        shardings=(jax.P(), jax.P("data")),
+        progress=False,
+    )
+    assert found.peak_bytes <= 85 * MIB
+    assert 0 < found.recomputed_flops < max(x.recomputed_flops for x in found.front)
+    # Each device stores its own part.
+    _, least, *_ = found.front
+    assert found.peak_bytes - (least.peak_bytes or 0) < found.chosen.stored_bytes / 2
+
+
 def test_what_fits_as_it_is_stays_as_it_is():
     need("cuda")
     found = plan(make_step(scanned), shapes(1024), target="h100", progress=False)

@@ -221,25 +221,30 @@ class MemoryPlan(Report):
         figure = figure_of("a plan")
         figure.set_size_inches(7, 4.2)
         axes = figure.subplots()
+        known = [found for found in self.front if found.peak_bytes is not None]
+        memory, of_memory = _unit(self.budget_bytes, (("GiB", 2**30), ("MiB", 2**20)))
+        most = max(found.recomputed_flops for found in self.front)
+        work, of_work = _unit(most, (("TFLOP", 10**12), ("GFLOP", 10**9)))
         for fits, color, label in ((True, "tab:blue", "fits"), (False, "tab:gray", "does not fit")):
-            found = [x for x in self.front if x.fits == fits and x.peak_bytes is not None]
-            axes.scatter(
-                [(x.peak_bytes or 0) / 2**30 for x in found],
-                [x.recomputed_flops / 1e12 for x in found],
-                color=color,
-                label=label,
-            )
+            found = [one for one in known if one.fits == fits]
+            if found:
+                axes.scatter(
+                    [(one.peak_bytes or 0) / of_memory for one in found],
+                    [one.recomputed_flops / of_work for one in found],
+                    color=color,
+                    label=label,
+                )
         axes.scatter(
-            [self.peak_bytes / 2**30],
-            [self.recomputed_flops / 1e12],
+            [self.peak_bytes / of_memory],
+            [self.recomputed_flops / of_work],
             s=160,
             facecolors="none",
             edgecolors="tab:red",
             label="the plan",
         )
-        axes.axvline(self.budget_bytes / 2**30, color="tab:red", linewidth=1, label="budget")
-        axes.set_xlabel("compiled peak (GiB)")
-        axes.set_ylabel("recomputed (TFLOP)")
+        axes.axvline(self.budget_bytes / of_memory, color="tab:red", linewidth=1, label="budget")
+        axes.set_xlabel(f"compiled peak ({memory})")
+        axes.set_ylabel(f"recomputed ({work})")
         axes.set_title(f"{self.target}: candidates of the plan")
         axes.legend()
         if path is not None:
@@ -281,3 +286,8 @@ class MemoryPlan(Report):
                 ]
             )
         return rows
+
+
+def _unit(most: int, units: tuple[tuple[str, int], ...]) -> tuple[str, int]:
+    """The first unit of which there is at least one, or the smallest."""
+    return next((unit for unit in units if most >= unit[1]), units[-1])
