@@ -86,7 +86,7 @@ def arrays(seed: int) -> tuple[Any, Any]:
     return params, jax.random.normal(keys[2], (32, WIDTH))
 
 
-def taped(loss: Callable[..., Any]) -> Tape:
+def taped(loss: Callable[..., Any], rules: str = "") -> Tape:
     found: list[Plan] = []
 
     def observer(call: Any, given: Any) -> Any:
@@ -94,7 +94,7 @@ def taped(loss: Callable[..., Any]) -> Tape:
         return given
 
     with observed(observer):
-        jax.eval_shape(make_step(loss)("bf16,store:op:*=recompute"), *shapes())
+        jax.eval_shape(make_step(loss)(f"bf16,{rules}store:op:*=recompute"), *shapes())
     return tape(found, H100)
 
 
@@ -121,6 +121,23 @@ def test_rules_tell_calls_of_a_helper_apart():
     lines = [group.rule("keep").line for group in found]
     first = layer.__code__.co_firstlineno
     assert lines == [f"test_plan.py:{first + 1}", f"test_plan.py:{first + 2}"]
+
+
+@pytest.mark.parametrize("outcome", ["keep", "recompute", "e4m3"])
+def test_what_the_user_has_decided_is_no_choice(outcome: str):
+    first = f"test_plan.py:{layer.__code__.co_firstlineno + 1}"
+    base = halfstep.Policy.parse(f"bf16,store:line:{first}={outcome}")
+    offered = choices(taped(scanned, f"store:line:{first}={outcome},"), H100)
+    # The other product is the only one that is left.
+    (group,) = offered.groups
+    assert str(group.rule("keep")) == "store:op:dot_general=keep"
+    found = select(offered.problem)
+    assert found is not None
+    # What the user recomputes is recomputed, whatever is selected.
+    assert bool(found.flops) == (outcome == "recompute")
+    report = halfstep.explain(scanned, offered.policy(base, found))(*shapes())
+    decided = {row.decision for row in report.residuals if row.by.startswith(f"store:line:{first}")}
+    assert outcome in decided
 
 
 def test_rules_tell_scopes_apart():

@@ -8,8 +8,8 @@ import pytest
 
 from halfstep._preflight.planning.selection import (
     Form,
-    Operation,
     Problem,
+    Recomputation,
     Selection,
     select,
     selection,
@@ -19,14 +19,14 @@ from halfstep._preflight.planning.selection import (
 def drawn(seed: int, count: int = 7) -> Problem:
     """A random graph: values 0 and 1 are arguments, and each operation makes one or two more."""
     choice = random.Random(seed)
-    operations: list[Operation] = []
+    operations: list[Recomputation] = []
     values = 2
     for _ in range(count):
         takes = tuple(choice.sample(range(values), min(values, choice.choice((1, 2, 2, 3)))))
         makes = tuple(range(values, values + choice.choice((1, 1, 1, 2))))
         values += len(makes)
         pure = choice.random() > 0.1
-        operations.append(Operation(takes, makes, choice.randint(1, 50), is_pure=pure))
+        operations.append(Recomputation(takes, makes, choice.randint(1, 50), is_pure=pure))
     # Some groups hold two values, as where one line makes both.
     numbers = [number // choice.choice((1, 1, 2)) for number in range(values)]
     names = sorted(set(numbers[2:]))
@@ -69,7 +69,7 @@ def test_it_is_the_best_of_all(seed: int):
 
 def test_a_chain_by_hand():
     """Four values in a row, of which the last two are needed."""
-    chain = tuple(Operation((i,), (i + 1,), seconds=10.0) for i in range(4))
+    chain = tuple(Recomputation((i,), (i + 1,), seconds=10.0) for i in range(4))
     forms = tuple((Form("16", 100),) for _ in range(4))
     problem = Problem(chain, forms, (None, 0, 1, 2, 3), frozenset({3, 4}))
     assert set(select(problem, memory=200).stored) == {2, 3}  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def test_a_chain_by_hand():
 
 
 def test_what_must_not_run_again_is_stored():
-    operations = (Operation((0,), (1,), 1.0, is_pure=False), Operation((1,), (2,), 1.0))
+    operations = (Recomputation((0,), (1,), 1.0, is_pure=False), Recomputation((1,), (2,), 1.0))
     problem = Problem(
         operations, ((Form("16", 8),), (Form("16", 8),)), (None, 0, 1), frozenset({2})
     )

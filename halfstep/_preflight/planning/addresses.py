@@ -46,7 +46,7 @@ def groups(places: Sequence[Place]) -> list[Group]:
     index = _Index(places)
     alike: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for position, place in enumerate(places):
-        if place.is_dear or place.is_anchor:
+        if (place.is_dear or place.is_anchor) and not place.is_fixed:
             operation = place.operation
             alike[operation.primitive, operation.scope, place.lines].add(position)
     found = [_group(frozenset(members), index) for members in alike.values()]
@@ -68,7 +68,8 @@ class _Index:
 
     def __init__(self, places: Sequence[Place]):
         self.places = places
-        self.dear = {i for i, place in enumerate(places) if place.is_dear}
+        self.free = {i for i, place in enumerate(places) if not place.is_fixed}
+        self.dear = {i for i in self.free if places[i].is_dear}
         self.ops: Mapping[str, set[int]] = defaultdict(set)
         self.scopes: Mapping[str, set[int]] = defaultdict(set)
         self.lines: Mapping[str, set[int]] = defaultdict(set)
@@ -80,11 +81,11 @@ class _Index:
                     self.lines[text].add(position)
 
     def matching(self, op: str | None, scope: str | None, line: str | None) -> set[int]:
-        """What a rule is for."""
+        """What a rule is for that comes after the user's."""
         if op == "*":
-            found = set(range(len(self.places)))
+            found = set(self.free)
         else:
-            found = set(self.dear if op is None else self.ops[op])
+            found = set(self.dear if op is None else self.ops[op] & self.free)
         if scope is not None:
             rule = compile_rule(scope)
             found &= {

@@ -30,7 +30,7 @@ from halfstep._autocast import (
     segments,
 )
 from halfstep._explain import operation_flops
-from halfstep._policy import Operation as NamedOperation
+from halfstep._policy import Operation, StoreRule
 from halfstep._preflight.target.accelerators import Accelerator
 from halfstep._program import Constant, Finder, Graph, Node, bind_again
 
@@ -46,7 +46,7 @@ class Place:
     plan: Plan
     index: int
     times: int
-    operation: NamedOperation
+    operation: Operation
     lines: tuple[str, ...]
     seconds: float
     flops: float
@@ -56,6 +56,8 @@ class Place:
     """Whether it is stored so that what comes before and after it is recomputed apart."""
     in_remat: bool
     """Whether it is in a `jax.checkpoint` of the user's."""
+    is_fixed: bool = False
+    """Whether a rule of the user's has decided about it."""
 
     @property
     def node(self) -> Node:
@@ -74,6 +76,8 @@ class Place:
         return aval if dtype is None else aval.update(dtype=dtype)
 
 
+EVERYTHING = StoreRule("recompute", op="*")
+"""With this rule as its last one, a policy leaves every choice that the others leave."""
 Key = tuple[int, int]
 """A value: which plan, and its number there."""
 
@@ -102,7 +106,7 @@ def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
     """Read off plans what could be stored.
 
     Args:
-        plans: Of the calls of a step, with rules for what is stored.
+        plans: Of the calls of a step, with `EVERYTHING` as the last rule for what is stored.
         accelerator: Says how long operations take.
     """
     finder = Finder()
@@ -113,6 +117,14 @@ def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
     for plan, nodes, times, in_loop in _parts(plans):
         made = {number for index in nodes for number in plan.graph.nodes[index].outs}
         made -= {number for number in made if plan.kinds[number].is_weight}
+        # What the user's rules store is there, and what they recompute is no choice.
+        fixed = {index for index in nodes if _is_fixed(plan, index)}
+        made -= {
+            number
+            for index in fixed
+            if plan.decisions[index].store is not None
+            for number in plan.graph.nodes[index].outs
+        }
         reads = [needs(_key_of(plan.graph, index)) for index in nodes]
         wanted = [
             read.values(plan.graph.nodes[index]) & made
@@ -139,9 +151,14 @@ def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
                     plan.decisions[index].barrier,
                     index in anchors,
                     not plan.settings.has_segments,
+                    index in fixed,
                 )
             )
     return Tape(tuple(places), frozenset(needed), tuple(takes))
+
+
+def _is_fixed(plan: Plan, index: int) -> bool:
+    return plan.decisions[index].stored_by not in ("", str(EVERYTHING))
 
 
 def _parts(plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[int, ...], int, bool]]:

@@ -9,7 +9,7 @@ from halfstep._autocast import stored_bytes
 from halfstep._policy import Policy, StoreOutcome
 from halfstep._preflight.planning.addresses import Group, groups as make_groups
 from halfstep._preflight.planning.candidates import Place, Tape
-from halfstep._preflight.planning.selection import Form, Operation, Problem, Selection
+from halfstep._preflight.planning.selection import Form, Problem, Recomputation, Selection
 from halfstep._preflight.target.accelerators import Accelerator
 
 LOSSY: tuple[StoreOutcome, ...] = ("e4m3", "int4")
@@ -87,7 +87,7 @@ def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()
             numbers[key] = len(group_of)
             group_of.append(owner.get(position))
     operations = tuple(
-        Operation(
+        Recomputation(
             tuple(numbers[key] for key in takes),
             tuple(numbers[key] for key in tape.makes(position)),
             place.seconds,

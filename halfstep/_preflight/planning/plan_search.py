@@ -15,9 +15,9 @@ from typing import Any
 
 from halfstep._autocast import Plan, TracedCall, observed
 from halfstep._base import Progress, size
-from halfstep._policy import Policy, StoreOutcome, StoreRule
+from halfstep._policy import Policy, StoreOutcome
 from halfstep._preflight.planning.budget import parse_budget
-from halfstep._preflight.planning.candidates import tape
+from halfstep._preflight.planning.candidates import EVERYTHING, tape
 from halfstep._preflight.planning.choices import LOSSY, Choices, as_outcome, choices
 from halfstep._preflight.planning.gradients import Gradients, gradients, relative_error
 from halfstep._preflight.planning.memory_plan import MemoryPlan, PlanCandidate
@@ -70,9 +70,9 @@ def first_that_fits(makers: Mapping[str, MakeStep], request: PlanRequest, way: s
     Raises:
         DoesNotFitError: If none has one.
     """
-    searches: list[_Search] = []
+    searches: list[_MakerSearch] = []
     for name, maker in makers.items():
-        search = _Search(name, maker, request, way, used=sum(len(x.tried) for x in searches))
+        search = _MakerSearch(name, maker, request, way, used=sum(len(x.tried) for x in searches))
         searches.append(search)
         if search.can_fit():
             chosen, error = search.find()
@@ -124,7 +124,7 @@ class _Compiled:
         return None if counted is None else sum(counted.values())
 
 
-class _Search:
+class _MakerSearch:
     """The search for a plan with one maker of steps."""
 
     def __init__(self, name: str, maker: MakeStep, request: PlanRequest, way: str, *, used: int):
@@ -171,9 +171,9 @@ class _Search:
             return arrays
 
         # Nothing is stored, so that every choice is left.
-        base, everything = self.request.policy, StoreRule("recompute", op="*")
+        base = self.request.policy
         with observed(observer):
-            self.prepare(dataclasses.replace(base, stores=(*base.stores, everything)))
+            self.prepare(dataclasses.replace(base, stores=(*base.stores, EVERYTHING)))
         if not found:
             raise PreflightError(
                 "the step does not use the policy that make_step was given: no function in it is "

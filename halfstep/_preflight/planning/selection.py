@@ -49,8 +49,8 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """What makes values of others.
+class Recomputation:
+    """An operation that makes values of others, and may run again.
 
     Attributes:
         takes: Its operands, by number.
@@ -80,7 +80,7 @@ class Problem:
         required: The groups that are stored in any case.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[Recomputation, ...]
     groups: tuple[tuple[Form, ...], ...]
     group_of: tuple[int | None, ...]
     needed: frozenset[int]
