@@ -13,7 +13,7 @@ from halfstep._autocast.decide import decide, operation_of
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
-from halfstep._program import Constant, Finder, Graph, Node, Operand, is_traced, size
+from halfstep._program import Constant, CustomJvp, Finder, Graph, Node, Operand, is_traced, size
 
 LARGEST = float(np.finfo(np.float16).max)
 
@@ -70,7 +70,7 @@ def plan(
         decision = decide(node, graph, kinds, unquantized if is_linear else settings, plan)
         if is_linear:
             linear.update(node.outs)
-        elif decision.inner is None and settings.saves is not None:
+        elif settings.saves is not None and _is_one_value(node, decision):
             decision = _with_store(decision, node, graph, kinds, settings, finder)
         decisions.append(decision)
         if node.effects:
@@ -85,6 +85,14 @@ def plan(
         frozenset(state.rounded),
         frozenset(state.too_large),
     )
+
+
+def _is_one_value(node: Node, decision: Decision) -> bool:
+    """Whether the results of an operation can be stored: not of a loop, whose inside has its own.
+
+    A function with a derivative of its own, such as `relu`, is recomputed as one operation.
+    """
+    return decision.inner is None or isinstance(node.structure, CustomJvp)
 
 
 def _may_be_rounded(state: Draft, operand: Operand) -> bool:

@@ -130,6 +130,19 @@ def test_by_the_line_of_a_call():
         halfstep.autocast(loss, f"bf16,store:op:sin@line:{file}:{first}=keep")(w, x)
 
 
+def test_a_function_with_a_derivative_of_its_own():
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(jax.nn.relu(x @ w) @ w) ** 2)
+
+    w, x = jnp.eye(WIDTH), start()[1]
+    rule = "bf16,store:op:custom_jvp_call=e4m3,store:op:dot_general=recompute"
+    kept = saved(halfstep.autocast(loss, rule), w, x)
+    assert kept["float8_e4m3fn"] == ROWS * WIDTH
+    plain = jax.grad(halfstep.autocast(loss, "bf16"))(w, x)
+    grads = jax.grad(halfstep.autocast(loss, rule))(w, x)
+    assert cosine(flat(grads), flat(plain)) >= 0.999
+
+
 def test_under_vmap_and_with_effects():
     params, x = start()
     seen: list[float] = []
