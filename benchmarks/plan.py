@@ -28,6 +28,7 @@ import optax
 from tqdm import tqdm
 
 import halfstep
+from benchmarks._images import markdown
 from benchmarks._models import BASE, GPT
 from benchmarks._report import parser, report, table, write
 from examples import _moe
@@ -228,8 +229,9 @@ def _mib(count: int) -> str:
 def text(result: Mapping[str, Any]) -> str:
     """The table, and what it shows."""
     made = result["bars"]
+    image = markdown("What the plans of six models recompute, by their peaks", "plan")
     return (
-        f"{table(lines(result), COLUMNS)}\n\n"
+        f"{image}\n\n{table(lines(result), COLUMNS)}\n\n"
         f"{made['within']} of {made['plans']} plans are within their budgets. {made['good']} use "
         f"{ENOUGH:.0%} of it, or nothing faster is expected to fit; none took more than "
         f"{made['most_compiles']} compiles. The last estimate of each plan is corrected by what "

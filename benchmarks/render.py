@@ -529,15 +529,6 @@ def bisect(result: dict[str, Any]) -> str:
     )
 
 
-def plan(result: dict[str, Any]) -> str:
-    image = markdown("What the plans of six models recompute, by their peaks", "plan")
-    return f"{image}\n\n{plan_text(result)}\n\n{made_by(result)}"
-
-
-def remat(result: dict[str, Any]) -> str:
-    return f"{remat_text(result)}\n\n{made_by(result)}"
-
-
 RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
     {
         "autocast": autocast,
@@ -559,9 +550,9 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "optimizers": optimizers,
         "overhead": overhead,
         "peers": peers_text,
-        "plan": plan,
+        "plan": plan_text,
         "release": release,
-        "remat": remat,
+        "remat": remat_text,
         "scale": scale_text,
         "soak": soak_text,
         "training": training,

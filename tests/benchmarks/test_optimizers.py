@@ -60,8 +60,9 @@ def test_compiled(
     expected = [(name, target) for name in steps for target in optimizers.TARGETS[:2]]
     assert [(row["optimizer"], row["target"]) for row in made["rows"]] == expected
     for row in made["rows"]:
-        # Arguments and results share their memory: gradients, parameters and state.
-        if row["optimizer"] == "flash_lion":
+        # Arguments and results share their memory: gradients, parameters and state. A TPU's peak
+        # has the program's own bytes, too, and the arrays of a quick run are not large beside them.
+        if row["optimizer"] == "flash_lion" and row["target"] == "h100":
             assert 6 <= row["peak"] < 7
     assert "init of a billion parameters" in capsys.readouterr().out
 
