@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
-from halfstep._preflight import interface as _interface
+from halfstep._preflight import steps as _steps
 from halfstep._preflight.target.accelerators import ACCELERATORS
 from halfstep.kernels.flash_update import Leaf, Scalars, Spec, flash_update
 from halfstep.quant import groups_for
@@ -124,13 +124,13 @@ def test_preflight_lowers_once_what_is_the_same_for_all_gpus(
 ) -> None:
     need("cuda")
     lowered: list[Any] = []
-    lower = _interface.lower
+    lower = _steps.lower
 
     def counted(*args: Any, **options: Any) -> Any:
         lowered.append(options["platform"])
         return lower(*args, **options)
 
-    monkeypatch.setattr(_interface, "lower", counted)
+    monkeypatch.setattr(_steps, "lower", counted)
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     run = {"targets": ["l4", "h100"], "progress": False}
     halfstep.preflight(jnp.tanh, (x,), **run)
