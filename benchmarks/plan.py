@@ -296,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(made, given.json)
     if given.plot:
         plot(made, given.plot)
-    if made["bars"]["within"] < len(rows):
-        raise SystemExit("a plan is not within its budget")
+    if made["bars"]["good"] < len(rows):
+        raise SystemExit("a plan leaves memory unused in which a faster one would fit")
 
 
 if __name__ == "__main__":

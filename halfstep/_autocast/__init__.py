@@ -55,6 +55,7 @@ from halfstep._autocast.recomputed.recompute import (
 )
 from halfstep._autocast.recomputed.segments import (
     Segment as Segment,
+    crossing as crossing,
     held_bytes as held_bytes,
     is_apart as is_apart,
     segments as segments,

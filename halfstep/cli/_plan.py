@@ -23,7 +23,6 @@ from halfstep.cli._preflight import (
     add_compiler,
     checked_maker,
     compile_settings,
-    integers,
     target,
 )
 
@@ -43,7 +42,7 @@ step and its arguments (arrays or jax.ShapeDtypeStructs):
 0.02, say, which is measured on what --batches train.py:batches returns: a list of
 arguments with real arrays.
 
-The exit status is 0, 1 if no plan fits, and 2 if there is no answer.
+The exit status is 0 for a plan, 1 if none fits, and 2 if something went wrong.
 """
 
 _EXAMPLE = """\
@@ -81,12 +80,6 @@ def add(commands: Commands) -> None:
         "--batches", metavar="BATCHES", help="module:function that returns a list of arguments"
     )
     parser.add_argument("--compiles", type=int, default=12, help="the most compiles (12)")
-    parser.add_argument(
-        "--donate",
-        type=integers,
-        default=[],
-        help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
-    )
     add_compiler(parser)
     parser.add_argument("--out", metavar="FILE", help="write the policy, for Policy.load (TOML)")
     add_json(parser)

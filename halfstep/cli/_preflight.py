@@ -104,12 +104,6 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--multiple-of", type=int, default=1, help="with --largest-batch: try only multiples of it"
     )
-    parser.add_argument(
-        "--donate",
-        type=integers,
-        default=[],
-        help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
-    )
     add_compiler(parser)
     parser.add_argument("--detail", action="store_true", help="print every figure")
     parser.add_argument(
@@ -141,6 +135,12 @@ def add(commands: Commands) -> None:
 
 def add_compiler(parser: argparse.ArgumentParser) -> None:
     """Add what the compiler is told."""
+    parser.add_argument(
+        "--donate",
+        type=integers,
+        default=[],
+        help="arguments the step may reuse, such as 0,1; what jax.jit donates is known",
+    )
     parser.add_argument(
         "--memory-fraction", type=float, help="share of the device's memory (GPU: 0.75, TPU: 1)"
     )

@@ -118,7 +118,7 @@ def test_what_is_selected_is_what_is_stored(loss: Callable[..., Any]):
 
 def test_rules_tell_calls_of_a_helper_apart():
     found = groups(taped(scanned).places)
-    lines = [group.rule("keep").line for group in found]
+    lines = [group.rule.line for group in found]
     first = layer.__code__.co_firstlineno
     assert lines == [f"test_plan.py:{first + 1}", f"test_plan.py:{first + 2}"]
 
@@ -130,7 +130,7 @@ def test_what_the_user_has_decided_is_no_choice(outcome: str):
     offered = choices(taped(scanned, f"store:line:{first}={outcome},"), H100)
     # The other product is the only one that is left.
     (group,) = offered.groups
-    assert str(group.rule("keep")) == "store:op:dot_general=keep"
+    assert str(group.with_outcome("keep")) == "store:op:dot_general=keep"
     found = select(offered.problem)
     assert found is not None
     # What the user recomputes is recomputed, whatever is selected.
@@ -145,7 +145,7 @@ def test_rules_tell_scopes_apart():
     found = groups(places)
     dear = [group for group in found if places[min(group.places)].is_dear]
     assert len(dear) == 2 * LAYERS
-    assert {group.scope for group in dear} == {f"layer_{number}" for number in range(LAYERS)}
+    assert {group.rule.scope for group in dear} == {f"layer_{number}" for number in range(LAYERS)}
 
 
 def test_layers_that_are_written_out_are_stored_alike_and_recomputed_apart():
@@ -153,7 +153,7 @@ def test_layers_that_are_written_out_are_stored_alike_and_recomputed_apart():
     found = groups(places)
     assert len([group for group in found if places[min(group.places)].is_dear]) == 2
     (anchors,) = [group for group in found if places[min(group.places)].is_anchor]
-    assert anchors.op == "add"
+    assert anchors.rule.op == "add"
     # Between layers, and not after the last one, where nothing is left to recompute.
     assert LAYERS - 1 <= len(anchors.places) <= LAYERS
 

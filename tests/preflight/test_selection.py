@@ -34,7 +34,7 @@ def drawn(seed: int, count: int = 7) -> Problem:
     groups = []
     for name in names:
         size = choice.randint(1, 30) * 2 * numbers[2:].count(name)
-        groups.append((Form("16", size), Form("8", size // 2, 1.0, size / 100)))
+        groups.append((Form("keep", size), Form("e4m3", size // 2, 1.0, size / 100)))
     needed = frozenset(value for value in range(values) if choice.random() < 0.6)
     return Problem(tuple(operations), tuple(groups), group_of, needed)
 
@@ -70,7 +70,7 @@ def test_it_is_the_best_of_all(seed: int):
 def test_a_chain_by_hand():
     """Four values in a row, of which the last two are needed."""
     chain = tuple(Recomputation((i,), (i + 1,), seconds=10.0) for i in range(4))
-    forms = tuple((Form("16", 100),) for _ in range(4))
+    forms = tuple((Form("keep", 100),) for _ in range(4))
     problem = Problem(chain, forms, (None, 0, 1, 2, 3), frozenset({3, 4}))
     assert set(select(problem, memory=200).stored) == {2, 3}  # type: ignore[union-attr]
     one = select(problem, memory=100)
@@ -86,7 +86,7 @@ def test_a_chain_by_hand():
 def test_what_must_not_run_again_is_stored():
     operations = (Recomputation((0,), (1,), 1.0, is_pure=False), Recomputation((1,), (2,), 1.0))
     problem = Problem(
-        operations, ((Form("16", 8),), (Form("16", 8),)), (None, 0, 1), frozenset({2})
+        operations, ((Form("keep", 8),), (Form("keep", 8),)), (None, 0, 1), frozenset({2})
     )
     found = select(problem, memory=8)
     assert found is not None

@@ -17,7 +17,7 @@ iterations are recomputed one by one, the parts stay together.
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.ref import AbstractRef
@@ -127,8 +127,11 @@ def _parts(plan: Plan, nodes: Sequence[int]) -> list[list[int]]:
     Of all such places between two dear operations, it is the one where the least goes on. What goes
     on without being stored must be small: it is kept as what comes into the next part.
     """
-    stored = _crossing_bytes(plan, nodes, lambda index: plan.decisions[index].store is not None)
-    loose = _crossing_bytes(plan, nodes, lambda index: plan.decisions[index].store is None)
+    stored, loose = [], []
+    for numbers in crossing(plan, nodes):
+        kept = {number for number in numbers if _is_stored(plan, number)}
+        stored.append(held_bytes(plan, kept))
+        loose.append(held_bytes(plan, numbers - kept))
     dear = [place for place, index in enumerate(nodes) if plan.decisions[index].barrier]
     cuts = [0]
     for before, place in itertools.pairwise(dear):
@@ -142,35 +145,38 @@ def _parts(plan: Plan, nodes: Sequence[int]) -> list[list[int]]:
     return [list(nodes[begin:end]) for begin, end in itertools.pairwise((*cuts, len(nodes)))]
 
 
-def _crossing_bytes(
-    plan: Plan, nodes: Sequence[int], concerned: Callable[[int], bool]
-) -> list[int]:
-    """Before each of some operations, the bytes that earlier ones hand to it or to later ones.
+def _is_stored(plan: Plan, number: int) -> bool:
+    maker = plan.maker(number)
+    return maker is not None and plan.decisions[maker].store is not None
 
-    Args:
-        plan: What they are part of.
-        nodes: Operations, in their order.
-        concerned: Of an operation, whether its results are counted.
+
+def crossing(plan: Plan, nodes: Sequence[int]) -> list[set[int]]:
+    """Before each of some operations, the values that earlier ones hand to it or to later ones.
+
+    Parameters, and results that are needed outside these operations, are kept in any case and do
+    not count.
     """
     graph = plan.graph
     place = {index: position for position, index in enumerate(nodes)}
-    change = [0] * (len(nodes) + 1)
+    last: dict[int, int] = {}
+    found: list[set[int]] = []
     for position, index in enumerate(nodes):
-        if not concerned(index):
-            continue
+        last = {number: end for number, end in last.items() if end >= position}
+        found.append(set(last))
         for number, kind in zip(graph.nodes[index].outs, plan.decisions[index].outs, strict=True):
             users = graph.users[number]
             outside = number in graph.returned or any(user not in place for user in users)
-            if kind.is_weight or outside or not users:
-                continue
-            amount = held_bytes(plan, number)
-            change[position + 1] += amount
-            change[max(place[user] for user in users) + 1] -= amount
-    return list(itertools.accumulate(change))[: len(nodes)]
+            if users and not outside and not kind.is_weight:
+                last[number] = max(place[user] for user in users)
+    return found
 
 
-def held_bytes(plan: Plan, number: int) -> int:
-    """The bytes of a value that is kept, in the dtype in which it is read later."""
+def held_bytes(plan: Plan, numbers: Iterable[int]) -> int:
+    """The bytes of values that are kept, in the dtypes in which they are read later."""
+    return sum(_held_bytes(plan, number) for number in numbers)
+
+
+def _held_bytes(plan: Plan, number: int) -> int:
     aval = plan.graph.avals[number]
     dtype = getattr(aval, "dtype", None)
     if dtype is None:

@@ -9,9 +9,8 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from halfstep._base import compile_rule
 from halfstep._policy import StoreOutcome, StoreRule
 from halfstep._preflight.planning.candidates import Place
 
@@ -22,19 +21,15 @@ class Group:
 
     Attributes:
         places: Their positions on the tape.
-        op: The rule's operation, if it names one.
-        scope: The rule's scope, if it names one.
-        line: The rule's line, if it names one.
+        rule: The rule, with any outcome.
     """
 
     places: frozenset[int]
-    op: str | None
-    scope: str | None
-    line: str | None
+    rule: StoreRule
 
-    def rule(self, outcome: StoreOutcome) -> StoreRule:
+    def with_outcome(self, outcome: StoreOutcome) -> StoreRule:
         """The rule with an outcome."""
-        return StoreRule(outcome, op=self.op, scope=self.scope, line=self.line)
+        return dataclasses.replace(self.rule, outcome=outcome)
 
 
 def groups(places: Sequence[Place]) -> list[Group]:
@@ -43,58 +38,23 @@ def groups(places: Sequence[Place]) -> list[Group]:
     Args:
         places: All operations: a rule that names an operation is for all that have its name.
     """
-    index = _Index(places)
     alike: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for position, place in enumerate(places):
         if (place.is_dear or place.is_anchor) and not place.is_fixed:
             operation = place.operation
             alike[operation.primitive, operation.scope, place.lines].add(position)
-    found = [_group(frozenset(members), index) for members in alike.values()]
+    found = [_group(frozenset(members), places) for members in alike.values()]
     # A rule that is for more than its own operations joins them with those others.
     merged: list[Group] = []
     for group in found:
         apart = [other for other in merged if other.places.isdisjoint(group.places)]
         joined = [other for other in merged if not other.places.isdisjoint(group.places)]
         while joined:
-            group = _group(group.places.union(*(other.places for other in joined)), index)
+            group = _group(group.places.union(*(other.places for other in joined)), places)
             joined = [other for other in apart if not other.places.isdisjoint(group.places)]
             apart = [other for other in apart if other.places.isdisjoint(group.places)]
         merged = [*apart, group]
     return sorted(merged, key=lambda group: min(group.places))
-
-
-class _Index:
-    """Operations by what rules name."""
-
-    def __init__(self, places: Sequence[Place]):
-        self.places = places
-        self.free = {i for i, place in enumerate(places) if not place.is_fixed}
-        self.dear = {i for i in self.free if places[i].is_dear}
-        self.ops: Mapping[str, set[int]] = defaultdict(set)
-        self.scopes: Mapping[str, set[int]] = defaultdict(set)
-        self.lines: Mapping[str, set[int]] = defaultdict(set)
-        for position, place in enumerate(places):
-            self.ops[place.operation.primitive].add(position)
-            self.scopes[place.operation.scope].add(position)
-            for line in place.lines:
-                for text in _texts(line):
-                    self.lines[text].add(position)
-
-    def matching(self, op: str | None, scope: str | None, line: str | None) -> set[int]:
-        """What a rule is for that comes after the user's."""
-        if op == "*":
-            found = set(self.free)
-        else:
-            found = set(self.dear if op is None else self.ops[op] & self.free)
-        if scope is not None:
-            rule = compile_rule(scope)
-            found &= {
-                position
-                for name, positions in self.scopes.items()
-                if rule.match(f"{name}/")
-                for position in positions
-            }
-        return found if line is None else found & self.lines[line]
 
 
 def _texts(line: str) -> tuple[str, ...]:
@@ -102,29 +62,35 @@ def _texts(line: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((os.path.basename(line), line)))
 
 
-def _group(members: frozenset[int], index: _Index) -> Group:
+def _group(members: frozenset[int], places: Sequence[Place]) -> Group:
     """The group of a rule that is for some operations, and for as few others as there can be."""
     best: Group | None = None
-    for op, scope, line in _rules(members, index):
-        found = index.matching(op, scope, line)
+    for rule in _rules([places[position] for position in members]):
+        found = frozenset(
+            position for position, place in enumerate(places) if _concerns(rule, place)
+        )
         if best is None or len(found) < len(best.places):
-            best = Group(frozenset(found), op, scope, line)
+            best = Group(found, rule)
         if len(found) == len(members):
             break
-    # Some rule is for all of them: that for every operation.
-    return best or Group(members, "*", None, None)
+    # Some rule is for all of them: the rule for every operation.
+    return best or Group(members, StoreRule("keep", op="*"))
 
 
-def _rules(
-    members: frozenset[int], index: _Index
-) -> Iterator[tuple[str | None, str | None, str | None]]:
-    """What rules for all of some operations can name, the simplest first."""
-    places = [index.places[position] for position in members]
+def _concerns(rule: StoreRule, place: Place) -> bool:
+    """Whether a rule that comes after the user's decides about an operation."""
+    is_named = place.is_dear or rule.op is not None
+    return is_named and not place.is_fixed and rule.matches(place.operation, place.lines)
+
+
+def _rules(places: Sequence[Place]) -> Iterator[StoreRule]:
+    """Rules that are for all of some operations, the simplest first."""
     names = {place.operation.primitive for place in places}
     op = next(iter(names)) if len(names) == 1 else None
-    if op is None and not all(place.is_dear for place in places):
+    all_dear = all(place.is_dear for place in places)
+    if op is None and not all_dear:
         op = "*"
-    ops = [op] if any(not place.is_dear for place in places) else [None, op]
+    ops = (None, op) if all_dear else (op,)
     scopes = {place.operation.scope for place in places}
     scope = next(iter(scopes)) if len(scopes) == 1 else ""
     if not scope or re.search(r"[,=@:*?\[\]]", scope):
@@ -137,4 +103,4 @@ def _rules(
         for with_scope in dict.fromkeys((scope, None) if with_line is None else (None, scope)):
             for with_op in dict.fromkeys(ops):
                 if (with_op, with_scope, with_line) != (None, None, None):
-                    yield with_op, with_scope, with_line
+                    yield StoreRule("keep", op=with_op, scope=with_scope, line=with_line)

@@ -22,7 +22,7 @@ def parse_budget(budget: int | float | str | None, *, usable: int) -> int:
     Args:
         budget: Bytes; a text with a unit, `"5GiB"` or `"4.5 GB"`, or with a percent sign; a share
             above 0 and up to 1; or `None` for all of it.
-        usable: The memory that there is, of which a share is taken.
+        usable: The memory of the device that may be used. A share is a share of this.
 
     Raises:
         PreflightError: If it is none of these, or more than there is.
@@ -39,7 +39,7 @@ def parse_budget(budget: int | float | str | None, *, usable: int) -> int:
             )
         amount = float(found[1]) * (usable / 100 if unit == "%" else _UNITS[unit])
     else:
-        # One byte is no budget: up to 1, it is a share.
+        # A number up to 1 is a share: nobody has a budget of one byte.
         amount = budget * usable if 0 < budget <= 1 else float(budget)
     if not 0 < amount <= usable:
         raise PreflightError(

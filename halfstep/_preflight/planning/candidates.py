@@ -8,7 +8,7 @@ parameters alone: JAX keeps all of these in any case.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from halfstep._autocast import (
     Plan,
     Segment,
     Surroundings,
+    crossing,
     held_bytes,
     held_dtype,
     inner_plans,
@@ -54,8 +55,6 @@ class Place:
     """Whether it costs much to recompute: a contraction, a kernel, a communication."""
     is_anchor: bool
     """Whether it is stored so that what comes before and after it is recomputed apart."""
-    in_remat: bool
-    """Whether it is in a `jax.checkpoint` of the user's."""
     is_fixed: bool = False
     """Whether a rule of the user's has decided about it."""
 
@@ -64,9 +63,10 @@ class Place:
         """The operation as it was traced."""
         return self.plan.graph.nodes[self.index]
 
-    def bytes(self, number: int) -> int:
-        """What one of its results takes, kept in the dtype in which it is read."""
-        return self.times * held_bytes(self.plan, number)
+    @property
+    def bytes(self) -> int:
+        """The bytes of its results, kept in the dtypes in which they are read."""
+        return self.times * held_bytes(self.plan, self.node.outs)
 
     def aval(self, number: int) -> Any:
         """One of its results, as it is kept."""
@@ -84,7 +84,7 @@ Key = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """All that could be computed again.
+    """All operations that could be recomputed.
 
     Attributes:
         places: The operations, in an order in which they can run.
@@ -117,7 +117,7 @@ def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
     for plan, nodes, times, in_loop in _parts(plans):
         made = {number for index in nodes for number in plan.graph.nodes[index].outs}
         made -= {number for number in made if plan.kinds[number].is_weight}
-        # What the user's rules store is there, and what they recompute is no choice.
+        # The user's rules come first: the values that they store are there.
         fixed = {index for index in nodes if _is_fixed(plan, index)}
         made -= {
             number
@@ -150,7 +150,6 @@ def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
                     times * count,
                     plan.decisions[index].barrier,
                     index in anchors,
-                    not plan.settings.has_segments,
                     index in fixed,
                 )
             )
@@ -195,17 +194,17 @@ def _anchors(plan: Plan, nodes: Sequence[int], wanted: Sequence[set[int]]) -> se
     there are, the more is stored at their ends, and the less is there while one is recomputed: of
     all limits for what an end may store, that with the smallest sum of both is taken.
     """
-    live = _live(plan, nodes)
+    live = crossing(plan, nodes)
     dear = [plan.decisions[index].barrier for index in nodes]
     ends = _lowest(plan, live, dear)
-    limits = sorted({_bytes(plan, live[place]) for place in ends})
+    limits = sorted({held_bytes(plan, live[place]) for place in ends})
     chosen: set[int] = set()
-    least = _bytes(plan, set().union(*wanted))
+    least = held_bytes(plan, set().union(*wanted))
     for limit in limits:
         kept, largest = _cut(
-            plan, live, wanted, [x for x in ends if _bytes(plan, live[x]) <= limit]
+            plan, live, wanted, [x for x in ends if held_bytes(plan, live[x]) <= limit]
         )
-        if kept and (total := _bytes(plan, kept) + largest) < least:
+        if kept and (total := held_bytes(plan, kept) + largest) < least:
             chosen, least = kept, total
     return {maker for number in chosen if (maker := plan.graph.maker(number)) is not None}
 
@@ -217,10 +216,10 @@ def _cut(
     kept: set[int] = set()
     largest = begin = 0
     for end in (*ends, len(wanted)):
-        part = _bytes(plan, set().union(*wanted[begin:end]) - kept)
+        part = held_bytes(plan, set().union(*wanted[begin:end]) - kept)
         new = live[end] - kept if end < len(wanted) else set()
         # A part that needs hardly more than it keeps at its end is worth nothing.
-        if end == len(wanted) or part >= _WORTH * _bytes(plan, new):
+        if end == len(wanted) or part >= _WORTH * held_bytes(plan, new):
             kept |= new
             largest, begin = max(largest, part), end
     return kept, largest
@@ -234,50 +233,27 @@ def _lowest(plan: Plan, live: Sequence[set[int]], dear: Sequence[bool]) -> list[
         if any(dear[:place]):
             # Of several the last: after a sum, and not between its parts.
             within = reversed(range(begin, place + 1))
-            found.append(min(within, key=lambda x: _bytes(plan, live[x])))
+            found.append(min(within, key=lambda x: held_bytes(plan, live[x])))
         begin = place + 1
     return found
-
-
-def _live(plan: Plan, nodes: Sequence[int]) -> list[set[int]]:
-    """Before each operation, the values that earlier ones hand to it or to later ones."""
-    graph = plan.graph
-    position = {index: place for place, index in enumerate(nodes)}
-    last: dict[int, int] = {}
-    live: list[set[int]] = []
-    for place, index in enumerate(nodes):
-        live.append({number for number, end in last.items() if end >= place})
-        last = {number: last[number] for number in live[-1]}
-        for number, kind in zip(graph.nodes[index].outs, plan.decisions[index].outs, strict=True):
-            users = graph.users[number]
-            outside = number in graph.returned or any(user not in position for user in users)
-            if users and not outside and not kind.is_weight:
-                last[number] = max(position[user] for user in users)
-    return live
-
-
-def _bytes(plan: Plan, numbers: Iterable[int]) -> int:
-    return sum(held_bytes(plan, number) for number in numbers)
 
 
 def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, float]:
     """Seconds and FLOPs of contractions that running an operation again takes.
 
-    Of what is no contraction, the results' bytes: XLA fuses most of these, and half of them are
-    written.
+    Other operations count half of the time that writing their results takes: XLA fuses most of
+    them.
     """
     graph, node = plan.graph, plan.graph.nodes[index]
     ins = [graph.aval(operand) for operand in node.ins]
     outs = [graph.avals[number] for number in node.outs]
-    written = sum(held_bytes(plan, number) for number in node.outs) / accelerator.bandwidth
+    written = held_bytes(plan, node.outs) / accelerator.bandwidth
     if not plan.decisions[index].barrier:
         return written / 2, 0.0
     count = operation_flops(node.name, node.params, ins, outs)
     name = np.dtype(plan.settings.compute).name
     rate = accelerator.peak_flops.get(name) or max(accelerator.peak_flops.values())
-    read = sum(
-        held_bytes(plan, operand) for operand in node.ins if not isinstance(operand, Constant)
-    )
+    read = held_bytes(plan, [x for x in node.ins if not isinstance(x, Constant)])
     return max(count / rate, written + read / accelerator.bandwidth), float(count)
 
 

@@ -39,12 +39,12 @@ class Choices:
         """A policy that stores what was selected."""
         outcomes: dict[int, StoreOutcome] = dict.fromkeys(range(len(self.groups)), "recompute")
         for number, form in chosen.stored.items():
-            outcomes[number] = as_outcome(form.name)
+            outcomes[number] = form.name
         return self.with_outcomes(base, outcomes)
 
     def with_outcomes(self, base: Policy, outcomes: Mapping[int, StoreOutcome]) -> Policy:
         """A policy with an outcome for each of some groups."""
-        rules = tuple(self.groups[number].rule(outcome) for number, outcome in outcomes.items())
+        rules = tuple(self.groups[number].with_outcome(x) for number, x in outcomes.items())
         return dataclasses.replace(base, stores=(*base.stores, *rules))
 
     def with_errors(self, errors: Mapping[tuple[int, str], float]) -> "Choices":
@@ -57,17 +57,6 @@ class Choices:
             for number, forms in enumerate(self.problem.groups)
         )
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, groups=made))
-
-
-def as_outcome(name: str) -> StoreOutcome:
-    """The outcome of a rule that stores values in a form."""
-    outcomes: dict[str, StoreOutcome] = {
-        "keep": "keep",
-        "e4m3": "e4m3",
-        "int4": "int4",
-        "offload": "offload",
-    }
-    return outcomes[name]
 
 
 def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()) -> Choices:
@@ -109,7 +98,7 @@ def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()
 def _forms(
     places: list[Place], accelerator: Accelerator, lossy: Collection[str]
 ) -> tuple[Form, ...]:
-    kept = sum(place.bytes(number) for place in places for number in place.node.outs)
+    kept = sum(place.bytes for place in places)
     made = [Form("keep", kept)]
     if any(place.is_anchor for place in places):
         # All that comes after it is recomputed from it.

@@ -7,18 +7,19 @@ the bytes that the next selection may store are corrected. Peaks of selections o
 near a line over the bytes that they store, so that few compiles lead to the budget.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from halfstep._autocast import Plan, TracedCall, observed
+from halfstep._autocast import Plan, TracedCall, decided, observed
 from halfstep._base import Progress, size
 from halfstep._policy import Policy, StoreOutcome
 from halfstep._preflight.planning.budget import parse_budget
 from halfstep._preflight.planning.candidates import EVERYTHING, tape
-from halfstep._preflight.planning.choices import LOSSY, Choices, as_outcome, choices
+from halfstep._preflight.planning.choices import LOSSY, Choices, choices
 from halfstep._preflight.planning.gradients import Gradients, gradients, relative_error
 from halfstep._preflight.planning.memory_plan import MemoryPlan, PlanCandidate
 from halfstep._preflight.planning.selection import Selection, select, selection
@@ -33,6 +34,7 @@ from halfstep._preflight.steps import (
     prepare,
 )
 from halfstep._preflight.target.targets import Target
+from halfstep._program import Remat
 
 MakeStep = Callable[[Policy], Step]
 # A plan that uses this share of its budget is not improved further.
@@ -42,6 +44,7 @@ _FASTER = 0.99
 # What is stored is guessed so much smaller than the line says: a peak above the budget is worth
 # nothing, one a little below it costs little.
 _CAUTION = 0.003
+_NOTHING = Selection({}, frozenset(), 0, 0, 0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +99,8 @@ class _Compiled:
 
     policy: Policy
     entry: PreflightEntry
-    selection: Selection | None
-    """What it stores; `None` for the policy as it was given."""
+    selection: Selection
+    """What it stores beyond what the policy as it was given does."""
     guess: float | None = None
     """The peak that was expected."""
 
@@ -115,7 +118,7 @@ class _Compiled:
     @property
     def stored(self) -> int:
         """The bytes that the model says it stores."""
-        return 0 if self.selection is None else self.selection.bytes
+        return self.selection.bytes
 
     @property
     def flops(self) -> int | None:
@@ -131,7 +134,15 @@ class _MakerSearch:
         self.name, self.maker, self.request, self.way = name, maker, request, way
         self.left = request.compiles - used
         self.tried: list[_Compiled] = []
-        self.plain = self.compile(request.policy, None)
+        self.exact: dict[int, Gradients] = {}
+        with self.observing() as plans:
+            self.plain = self.compile(request.policy, _NOTHING)
+        # Rules may store what the user's own `jax.checkpoint` recomputes.
+        self.is_recomputed = any(
+            isinstance(owner.graph.nodes[index].structure, Remat)
+            for plan in plans
+            for owner, index in decided(plan)
+        )
         self.least: _Compiled | None = None
         self.budget = parse_budget(request.budget, usable=self.plain.entry.usable_bytes)
 
@@ -142,8 +153,11 @@ class _MakerSearch:
         """What the program leaves to choose; what few bits cost is measured if they may be used."""
         accelerator = self.request.target.accelerator
         is_lossy = self.request.max_error is not None
-        found = tape(self.plans(), accelerator)
-        return choices(found, accelerator, lossy=LOSSY if is_lossy else ())
+        base = self.request.policy
+        # Nothing is stored, so that every choice is left.
+        with self.observing() as plans:
+            self.prepare(dataclasses.replace(base, stores=(*base.stores, EVERYTHING)))
+        return choices(tape(plans, accelerator), accelerator, lossy=LOSSY if is_lossy else ())
 
     @functools.cached_property
     def measured(self) -> Choices:
@@ -151,40 +165,30 @@ class _MakerSearch:
         offered = self.offered
         if self.request.max_error is None:
             return offered
-        batch = self.request.batches[0]
-        exact = self.exact(batch)
         errors: dict[tuple[int, str], float] = {}
         for number, forms in enumerate(offered.problem.groups):
             for form in forms:
                 if form.name in LOSSY:
-                    policy = self.all_kept({number: as_outcome(form.name)})
-                    got = gradients(self.maker(policy), batch)
-                    errors[number, form.name] = relative_error(got, exact) ** 2
+                    policy = self.all_kept({number: form.name})
+                    errors[number, form.name] = self.error_on(0, policy) ** 2
         return offered.with_errors(errors)
 
-    def plans(self) -> list[Plan]:
-        """The plans of all calls of rewritten functions in the step."""
+    @contextlib.contextmanager
+    def observing(self) -> Generator[list[Plan]]:
+        """Collect the plans of all calls of rewritten functions in a step that is traced here."""
         found: list[Plan] = []
 
         def observer(call: TracedCall, arrays: Sequence[Any]) -> Sequence[Any]:
             found.append(call.plan)
             return arrays
 
-        # Nothing is stored, so that every choice is left.
-        base = self.request.policy
         with observed(observer):
-            self.prepare(dataclasses.replace(base, stores=(*base.stores, EVERYTHING)))
+            yield found
         if not found:
             raise PreflightError(
                 "the step does not use the policy that make_step was given: no function in it is "
                 "rewritten. Pass it to halfstep.autocast, or to one of the gradient functions."
             )
-        return found
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the user has a `jax.checkpoint`, in which rules may store what it recomputes."""
-        return any(place.in_remat for place in self.offered.tape.places)
 
     # Compiling.
 
@@ -194,9 +198,7 @@ class _MakerSearch:
         case = Case(self.name or "step", self.maker(policy), request.args)
         return prepare(case, [request.target], request.options)
 
-    def compile(
-        self, policy: Policy, found: Selection | None, guess: float | None = None
-    ) -> _Compiled:
+    def compile(self, policy: Policy, found: Selection, guess: float | None = None) -> _Compiled:
         """Compile a step; one that was compiled before is not compiled again."""
         known = next((one for one in self.tried if one.policy == policy), None)
         if known is not None:
@@ -244,7 +246,7 @@ class _MakerSearch:
             error = self.error_of(chosen)
             if limit is None or error is None or error <= limit or chosen is self.least:
                 return chosen, error
-            allowed = 0.8 * (limit / error) ** 2 * min(allowed, self.error_by_model(chosen))
+            allowed = 0.8 * (limit / error) ** 2 * min(allowed, chosen.selection.error)
 
     def fastest(self, least: _Compiled, allowed: float) -> _Compiled:
         """The fastest candidate whose squared error is allowed, beginning with the smallest."""
@@ -274,15 +276,13 @@ class _MakerSearch:
             else:
                 low = made
             slope = _slope(low, least if high is None else high, slope)
-        within = [
-            one for one in self.tried if self.fits(one) and self.error_by_model(one) <= allowed
-        ]
+        within = [one for one in self.tried if self.fits(one) and one.selection.error <= allowed]
         return min(within, key=lambda one: (self.seconds(one), one.known_peak))
 
     def next_bytes(self, chosen: _Compiled) -> int | None:
         """The peak that is expected of the smallest candidate that is faster."""
         least, limit = self.least, self.request.max_error
-        if least is None or chosen.selection is None:
+        if least is None or chosen is self.plain:
             return None
         found = select(
             self.measured.problem,
@@ -294,21 +294,15 @@ class _MakerSearch:
             return None
         slope = _slope(least, chosen, 1 / max(least.entry.devices, 1))
         # What was compiled and found too large is known better than by the line.
-        tried = [x.known_peak for x in self.tried if x.selection and x.stored == found.bytes]
+        tried = [x.known_peak for x in self.tried[1:] if x.stored == found.bytes]
         guess = chosen.known_peak + slope * (found.bytes - chosen.stored)
         return int(max([guess, *tried]))
 
     def seconds(self, made: _Compiled) -> float:
         """What a candidate takes longer than one that recomputes nothing, by the model."""
-        if made.selection is not None:
-            return made.selection.seconds
-        # The user's own `jax.checkpoint` recomputes about all there is.
-        slowest = self.least if self.is_recomputed else None
-        return 0.0 if slowest is None or slowest.selection is None else slowest.selection.seconds
-
-    def error_by_model(self, made: _Compiled) -> float:
-        """The squared error that the model says."""
-        return 0.0 if made.selection is None else made.selection.error
+        # The user's own `jax.checkpoint` recomputes about as much as the smallest candidate.
+        is_slow = made is self.plain and self.is_recomputed and self.least is not None
+        return (self.least if is_slow and self.least else made).selection.seconds
 
     # Errors.
 
@@ -317,20 +311,20 @@ class _MakerSearch:
         every: dict[int, StoreOutcome] = dict.fromkeys(range(len(self.offered.groups)), "keep")
         return self.offered.with_outcomes(self.request.policy, {**every, **outcomes})
 
-    def exact(self, batch: Sequence[Any]) -> Gradients:
-        """The gradients with all in 16 bits."""
-        return gradients(self.maker(self.all_kept({})), batch)
+    def error_on(self, number: int, policy: Policy) -> float:
+        """The error of a policy on a batch, compared with everything in 16 bits."""
+        batch = self.request.batches[number]
+        # The maker is called each time: JAX would not trace the same step again.
+        if number not in self.exact:
+            self.exact[number] = gradients(self.maker(self.all_kept({})), batch)
+        return relative_error(gradients(self.maker(policy), batch), self.exact[number])
 
     def error_of(self, made: _Compiled) -> float | None:
         """The largest error on a batch that was held out; `None` if there is none."""
-        held_out = self.request.batches[1:]
+        held_out = range(1, len(self.request.batches))
         if not held_out or made is self.plain:
             return 0.0 if held_out else None
-        return max(
-            # A step of its own each time: JAX would not trace the same one again.
-            relative_error(gradients(self.maker(made.policy), batch), self.exact(batch))
-            for batch in held_out
-        )
+        return max(self.error_on(number, made.policy) for number in held_out)
 
     # Answers.
 
@@ -361,7 +355,7 @@ class _MakerSearch:
         # Of a step that recomputes by itself, and of one that the compiler gave up on, what the
         # model says is recomputed by a candidate is taken off what the compiler counts in it.
         is_none = counted is not None and (least is None or not self.is_recomputed)
-        if is_none or least is None or least.flops is None or least.selection is None:
+        if is_none or least is None or least.flops is None:
             return counted or 0
         return least.flops - int(least.selection.flops)
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from halfstep._policy import StoreOutcome
+
 # Within this share of the optimum a selection is good enough: a compiler moves the peak by more.
 _GAP = 1e-3
 _SECONDS = 20.0
@@ -34,14 +36,14 @@ class Form:
     """One way to store a group of values.
 
     Attributes:
-        name: What a policy calls it.
+        name: The outcome of the rule that stores a value so.
         bytes: What it takes on the device.
         seconds: What writing and reading it takes, more than the value itself.
         error: What it adds to the squared relative error of the gradient.
         host_bytes: What it takes on the host.
     """
 
-    name: str
+    name: StoreOutcome
     bytes: int
     seconds: float = 0.0
     error: float = 0.0
