@@ -56,6 +56,9 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("memory", plots=True, peers=("mpx",)),
             Benchmark("release"),
             Benchmark("plan", plots=True),
+            Benchmark("plan_optimum"),
+            Benchmark("plan_batches"),
+            Benchmark("plan_training", plots=True),
             Benchmark("remat"),
         ),
         "optimizers": (

@@ -29,7 +29,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "halfstep/__main__.py": "the command, started as a user starts it",
         "halfstep/_preflight/compile/worker.py": "a compiler's process",
         "halfstep/integrations/_orbax/_checkpoints.py": "one of several processes of a run",
-        "halfstep/integrations/_orbax/_processes.py": "one of several processes of a run",
+        "halfstep/_base/processes.py": "one of several processes of a run",
         "halfstep/integrations/_orbax/_leaves.py": "one of several processes of a run",
         "halfstep/reliability/_preemption.py": "one of several processes of a run",
         "halfstep/reliability/_watchdog.py": "a process that hangs, and is ended",

@@ -250,6 +250,13 @@ def test_names_in_files(tmp_path):
 @pytest.mark.parametrize(
     ("written", "match"),
     [
+        ("a." * 20_000 + "b = 1", "line 1 is nested too deep"),
+        ("\n\n[" + "a." * 20_000 + "b]", "line 3 is nested too deep"),
+        ("a = {" + "b." * 20_000 + "c = 1}", "line 1 is nested too deep"),
+        ("keep = " + "[" * 100_000, "line 1 is nested too deep"),
+        ("keep = " + "[\n" * 20_000, "policy.toml is no TOML: "),
+        ("a = " + "{b=" * 20_000, "line 1 is nested too deep"),
+        ('compute = "bf16"\n' * 20_000, "a policy at most 262,144"),
         ("compute = f16", "policy.toml is no TOML: "),
         ('copmute = "f16"', "says 'copmute', which no policy has; use param, compute"),
         ("compute = 16", 'compute in policy.toml must be written compute = "..."; got 16'),
@@ -259,6 +266,7 @@ def test_names_in_files(tmp_path):
         ('rules = ["op:exp"]', "policy.toml: a rule is a text such as"),
         ('recipe = "f9"', "policy.toml: .*f9"),
     ],
+    ids=lambda text: text[:24],
 )
 def test_files_that_are_wrong(written, match, tmp_path):
     (tmp_path / "policy.toml").write_text(written)

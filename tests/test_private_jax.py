@@ -1,6 +1,7 @@
 """What JAX does not promise and `_base/private_jax` relies on, with every JAX that is tested."""
 
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import source_info_util
 
-from halfstep._base.private_jax import lines_of_backward_functions
+from halfstep._base.private_jax import is_compiling, lines_of_backward_functions
 
 pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 
@@ -57,3 +58,26 @@ def test_an_error_leaves_nothing_behind():
     with pytest.raises(ValueError, match="stop"):
         fail()
     assert MODULE.current is before
+
+
+def test_a_compile_shows_in_the_stack():
+    thread, ended, seen = threading.get_ident(), threading.Event(), []
+
+    def look() -> None:
+        while not ended.is_set():
+            seen.append(is_compiling(thread))
+
+    def large(x):
+        for number in range(300):
+            x = jnp.sin(x) * number + jnp.cumsum(x)
+        return x
+
+    lowered = jax.jit(large).lower(jnp.ones(17))
+    assert not is_compiling(thread)
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    lowered.compile()
+    ended.set()
+    watcher.join()
+    assert any(seen)
+    assert not is_compiling(thread)

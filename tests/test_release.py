@@ -79,7 +79,7 @@ def test_deprecated_names_are_listed():
 
 def test_workflows():
     """Every supported Python on a change, and JAX's newest and pre-releases every night."""
-    for name, job in (("tests", "ci"), ("release", "release")):
+    for name, job in (("tests", "ci"), ("release", "test")):
         steps = load(f".github/workflows/{name}.yml")["jobs"][job]["steps"]
         assert tuple(steps[1]["with"]["python-version"].split()) == TESTED_PYTHON
         assert {"run": "bash .ci/run"} in steps
@@ -97,6 +97,21 @@ def test_workflows():
         # A tag can be moved to other code.
         for action in re.findall(r"uses: (.*)", path.read_text()):
             assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", action), (path, action)
+
+
+def test_what_may_publish_runs_no_code_of_the_repository():
+    workflow = load(".github/workflows/release.yml")
+    assert workflow["permissions"] == {}
+    for name, job in workflow["jobs"].items():
+        may_write = "write" in job["permissions"].values()
+        has_code = any("checkout" in step.get("uses", "") for step in job["steps"])
+        assert may_write != has_code, name
+    # In this order: nothing is published that was not tested, and nothing tagged that is not there.
+    needs = {name: job.get("needs") for name, job in workflow["jobs"].items()}
+    assert needs == {"test": None, "build": "test", "publish": "build", "tag": "publish"}
+    script = (ROOT / ".ci" / "build").read_text()
+    assert "--require-hashes --requirement requirements/release.txt" in script
+    assert "--no-isolation" in script
 
 
 def test_ci_runs_every_tested_python():

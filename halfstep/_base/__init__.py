@@ -9,6 +9,7 @@ from halfstep._base.calls import (
 from halfstep._base.digest import (
     device_sums as device_sums,
     digests as digests,
+    start_digests as start_digests,
 )
 from halfstep._base.display import (
     ABSENT as ABSENT,
@@ -46,7 +47,14 @@ from halfstep._base.jaxprs import (
 from halfstep._base.private_jax import (
     OWN_FILE as OWN_FILE,
     Traceback as Traceback,
+    is_compiling as is_compiling,
     lines_of_backward_functions as lines_of_backward_functions,
+)
+from halfstep._base.processes import (
+    agree as agree,
+    first_says as first_says,
+    gather_texts as gather_texts,
+    wait_for_all as wait_for_all,
 )
 from halfstep._base.rounding import (
     NAME as NAME,
@@ -55,6 +63,20 @@ from halfstep._base.rounding import (
     representable as representable,
     settled as settled,
     widened as widened,
+)
+from halfstep._base.sealed_folder import (
+    SUMS as SUMS,
+    DamagedFolderError as DamagedFolderError,
+    check_files as check_files,
+    check_nothing_added as check_nothing_added,
+    flush_one as flush_one,
+    hash_text as hash_text,
+    is_in_file_system as is_in_file_system,
+    read_json as read_json,
+    read_text as read_text,
+    regular_file as regular_file,
+    seal as seal,
+    sealed_files as sealed_files,
 )
 from halfstep._base.trees import (
     MarkedLeaf as MarkedLeaf,

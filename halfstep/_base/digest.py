@@ -33,6 +33,15 @@ def digests(arrays: Sequence[Any]) -> list[str]:
     Args:
         arrays: Arrays of numbers; of keys the data.
     """
+    return start_digests(arrays)()
+
+
+def start_digests(arrays: Sequence[Any]) -> Callable[[], list[str]]:
+    """Start to compute the digests of arrays, and return a function that waits for them.
+
+    Devices compute them on their own, before anything that is given to them later: arrays may be
+    donated meanwhile.
+    """
     found: list[Any] = [None] * len(arrays)
     groups: dict[Hashable, list[int]] = {}
     for number, array in enumerate(arrays):
@@ -41,13 +50,19 @@ def digests(arrays: Sequence[Any]) -> list[str]:
         else:
             with np.errstate(over="ignore"):
                 found[number] = np.stack(_sums(np, _host_words(np.asarray(array))))
+    started: list[tuple[list[int], jax.Array]] = []
     for devices, numbers in groups.items():
         out = NamedSharding(devices, PartitionSpec()) if isinstance(devices, Mesh) else None
         # Replicated: each process can read only what lies on its own devices.
-        sums = np.asarray(_compiled(out)([arrays[number] for number in numbers]))
-        for number, row in zip(numbers, sums, strict=True):
-            found[number] = row
-    return ["".join(f"{int(word):08x}" for word in row) for row in found]
+        started.append((numbers, _compiled(out)([arrays[number] for number in numbers])))
+
+    def finish() -> list[str]:
+        for numbers, sums in started:
+            for number, row in zip(numbers, np.asarray(sums), strict=True):
+                found[number] = row
+        return ["".join(f"{int(word):08x}" for word in row) for row in found]
+
+    return finish
 
 
 def _is_read_here(array: jax.Array) -> bool:

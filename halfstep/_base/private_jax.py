@@ -76,3 +76,22 @@ def _is_in_backward_function(traceback: Traceback) -> bool:
         inside |= is_jax
         outside |= inside and not is_jax
     return False
+
+
+_COMPILER = os.path.join("jax", "_src", "compiler.py")
+
+
+def is_compiling(thread: int) -> bool:
+    """Whether a thread is compiling a program at this moment, by its stack.
+
+    JAX tells of a compile when it is done, and of none that runs. Should the file have another name
+    one day, the answer is no.
+    """
+    # By its name: Python documents it, and says by the underscore that it is for such uses only.
+    frames: dict[int, Any] = getattr(sys, "_current_frames")()  # noqa: B009
+    frame = frames.get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILER):
+            return True
+        frame = frame.f_back
+    return False

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,6 +23,10 @@ T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]
 Residuals = Literal["e4m3", "e5m2"]
 _SEVERAL = ("keep", "rules", "stores")
+# Of a file: a plan for hundreds of layers written out has some ten thousand letters.
+_LARGEST = 2**18
+_DEEPEST = 50
+_QUOTED = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'")
 """Fields that are written as lists."""
 _OF_OPERATIONS = ("rules", "accumulate", "recipe", "stores")
 """Fields that say something about single operations."""
@@ -379,6 +384,20 @@ def to_toml(fields: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _why_refused(text: str) -> str | None:
+    """Why a text is not given to the parser, which would take minutes for it.
+
+    The time of `tomllib` grows with the square of the parts of a key, and of the levels of a list:
+    a file of a stranger's could keep a job from starting. A policy has neither.
+    """
+    if len(text) > _LARGEST:
+        return f"it has {len(text):,} letters, and a policy at most {_LARGEST:,}"
+    for number, line in enumerate(_QUOTED.sub("", text).split("\n"), start=1):
+        if max(line.count("."), line.count("["), line.count("{")) > _DEEPEST:
+            return f"line {number} is nested too deep"
+    return None
+
+
 def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
     """The fields that a file says.
 
@@ -390,12 +409,15 @@ def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: If it is no such file.
     """
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(
-            f'{name} is no TOML: {error}. Write lines such as compute = "bf16".'
-        ) from error
+    found: dict[str, Any] = {}
+    reason = _why_refused(text)
+    if reason is None:
+        try:
+            found = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            reason = str(error)
+    if reason is not None:
+        raise ValueError(f'{name} is no TOML: {reason}. Write lines such as compute = "bf16".')
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise ValueError(

@@ -39,6 +39,12 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         if self._is_alone:
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError(
+                    "Preemption must be entered in the main thread, the only one in which Python "
+                    f"handles signals; got {threading.current_thread().name!r}. Enter it there, "
+                    "and pass it to the thread that trains: reached() may be called in any."
+                )
             self._before = signal.signal(signal.SIGTERM, self._notice)
         return self
 

@@ -1,14 +1,28 @@
-"""A process that hangs ends itself, and says where it hung."""
+"""A process that hangs is ended, and says where it hung."""
 
+import contextlib
 import faulthandler
+import json
+import math
 import os
+import pathlib
+import signal
+import subprocess
 import sys
 import threading
-import time
+from collections.abc import Generator
 from types import TracebackType
-from typing import TextIO
+from typing import Any, SupportsFloat, SupportsInt, TextIO
 
 import jax
+
+from halfstep._base import is_compiling
+
+_SCRIPT = pathlib.Path(__file__).with_name("_watchdog_process.py")
+# "CPU time limit exceeded", which nothing else sends to a training job: a scheduler can tell a hang
+# from an error (1), from XLA's own aborts (SIGABRT) and from a full memory (SIGKILL).
+_SIGNAL = getattr(signal, "SIGXCPU", signal.SIGTERM)
+_GRACE = 10.0
 
 
 class Watchdog:
@@ -16,12 +30,18 @@ class Watchdog:
 
     A process that hangs still answers the coordinator: that is another thread. So the others wait
     for it without end. With a watchdog it is gone, they learn of it as of any other loss, and a
-    scheduler can start all of them again. The timer is `faulthandler`'s and runs in C: it needs
-    neither the interpreter nor a lock that the hanging thread may hold. There is one in a process.
+    scheduler can start all of them again. A small process of its own keeps the time, so that a
+    thread that holds the interpreter does not stop it.
+
+    Only time in which the process could run counts: one that was stopped and continued, or a laptop
+    that slept, is not ended. Compiling counts against `first`, whenever it is. The exit status is
+    that of the signal SIGXCPU: -24 for Python's `subprocess`, 152 in a shell. Watchdogs may be
+    nested, and used in any thread.
 
     Args:
         limit: In seconds, from one `tick` to the next.
-        first: For the first one, which compiles; ten times the limit if it is not given.
+        first: For the first one, and whenever a program is compiled; ten times the limit if it is
+            not given.
         file: Where to write: a file of the operating system, such as standard error.
 
     Example:
@@ -32,29 +52,43 @@ class Watchdog:
             for step in range(10):
                 ...  # The step, and reading what it returned.
                 watchdog.tick(step)
+                with watchdog.allow(1800, "evaluation"):
+                    ...  # What may take longer.
         ```
     """
 
     def __init__(
-        self, limit: float | int, *, first: float | int | None = None, file: TextIO | None = None
+        self,
+        limit: SupportsFloat,
+        *,
+        first: SupportsFloat | None = None,
+        file: TextIO | None = None,
     ):
-        self._limit = limit
-        self._first = 10 * limit if first is None else first
-        if self._limit <= 0 or self._first <= 0:
-            raise ValueError(
-                f"`limit` and `first` are seconds, more than 0; got {limit} and {self._first}."
-            )
+        self._limit = _seconds(limit, "limit")
+        self._first = 10 * self._limit if first is None else _seconds(first, "first")
         self._file = _descriptor(sys.stderr if file is None else file)
         self._ended = threading.Event()
-        self._last: int | None = None
-        self._deadline = 0.0
-        self._allowed = 0.0
-        self._process = 0
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._now: dict[str, Any] = {}
 
     def __enter__(self) -> "Watchdog":
-        self._process = jax.process_index()
-        self._start(self._first)
-        threading.Thread(target=self._watch, name="halfstep-watchdog", daemon=True).start()
+        name = f"process {jax.process_index()} (pid {os.getpid()})"
+        # Written by a handler in C, which needs neither the interpreter nor any lock of it. What
+        # was there before is called afterwards: nothing, which ends the process.
+        faulthandler.register(_SIGNAL, file=self._file, all_threads=True, chain=True)
+        words = (os.getpid(), self._file, int(_SIGNAL), name, _GRACE)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SCRIPT), *map(str, words)],
+            stdin=subprocess.PIPE,
+            pass_fds=(self._file,),
+        )
+        self._say(self._first, "the first step")
+        # The thread that enters is the one that trains.
+        args = (threading.get_ident(),)
+        threading.Thread(
+            target=self._notice_compiling, args=args, name="halfstep-watchdog", daemon=True
+        ).start()
         return self
 
     def __exit__(
@@ -64,37 +98,73 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        faulthandler.cancel_dump_traceback_later()
+        if self._process is not None and self._process.stdin is not None:
+            with self._lock, contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._process.wait()
 
-    def tick(self, step: int | None = None) -> None:
+    def tick(self, step: SupportsInt | None = None) -> None:
         """Say that a step is done. The time begins anew.
 
         Args:
             step: Its number, for the message.
         """
-        self._last = step
-        self._start(self._limit)
+        self._say(self._limit, "the next step" if step is None else f"the step after {step}")
 
-    def _start(self, seconds: float | int) -> None:
-        self._allowed, self._deadline = seconds, time.monotonic() + seconds
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
+    @contextlib.contextmanager
+    def allow(self, seconds: SupportsFloat, what: str) -> Generator[None]:
+        """Allow a phase that takes longer than a step: an evaluation, a checkpoint, a download.
 
-    def _watch(self) -> None:
-        """Say who hangs, right before the end. If nobody can, the stacks come without it."""
-        # `faulthandler` ends the process without Python, which alone knows the step that hangs. So
-        # this thread wakes up shortly before; if the hanging one holds the interpreter, it cannot.
-        pause = min(0.25, self._limit / 8)
-        while not self._ended.wait(pause):
-            if time.monotonic() < self._deadline - 1.5 * pause:
-                continue
-            after = "the first step" if self._last is None else f"the step after {self._last}"
-            text = (
-                f"halfstep.reliability.Watchdog: process {self._process} (pid {os.getpid()}) "
-                f"has not finished {after} within {self._allowed:g} seconds and is ended. The "
-                "stacks of its threads:\n"
-            )
-            os.write(self._file, text.encode())
-            return
+        Args:
+            seconds: How long it may take.
+            what: Its name, for the message.
+        """
+        before = self._now
+        self._say(_seconds(seconds, "seconds"), what)
+        try:
+            yield
+        finally:
+            # What was being done begins anew.
+            self._say(before.get("seconds", self._limit), before.get("what", "the next step"))
+
+    def _say(self, seconds: float, what: str, *, anew: bool = True) -> None:
+        with self._lock:
+            if anew:
+                self._now = {"seconds": seconds, "what": what}
+            process = self._process
+            if process is None or process.stdin is None or process.stdin.closed:
+                return
+            line = json.dumps({"seconds": seconds, "what": what, "anew": anew})
+            # If the watching process is gone, training goes on without it.
+            with contextlib.suppress(OSError):
+                process.stdin.write(f"{line}\n".encode())
+                process.stdin.flush()
+
+    def _notice_compiling(self, thread: int) -> None:
+        """Allow more time while a program is compiled, which may happen at any step.
+
+        JAX says that it has compiled only afterwards. Whether it is at it shows in the stack of the
+        thread that trains.
+        """
+        was_compiling = False
+        while not self._ended.wait(min(1.0, self._limit / 4)):
+            now = is_compiling(thread)
+            if now and not was_compiling:
+                longer = max(self._first, self._now["seconds"])
+                self._say(longer, f"compiling for {self._now['what']}", anew=False)
+            elif was_compiling and not now:
+                self._say(self._now["seconds"], self._now["what"])
+            was_compiling = now
+
+
+def _seconds(given: Any, name: str) -> float:
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`{name}` must be a number of seconds, more than 0; got {given!r}.")
+    return seconds
 
 
 def _descriptor(file: TextIO) -> int:

@@ -87,6 +87,9 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
         "benchmarks.memory",
         "benchmarks.release",
         "benchmarks.plan",
+        "benchmarks.plan_optimum",
+        "benchmarks.plan_batches",
+        "benchmarks.plan_training",
         "benchmarks.remat",
         "benchmarks.bisect",
     ]

@@ -1,6 +1,7 @@
 """What a bad step was given, kept and run again."""
 
 import json
+import shutil
 import textwrap
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import halfstep
 from halfstep import debug
+from halfstep._base import seal
 from halfstep.cli import main
 
 pytest.importorskip("orbax.checkpoint")
@@ -67,6 +69,74 @@ def test_others_are_refused(saved, tmp_path):
         debug.load_capture(paths[0], wrong, _batch(0.0, 0.0), jax.random.key(0))
     with pytest.raises(ValueError, match=r"no capture, or one that was interrupted"):
         debug.load_capture(tmp_path, state)
+
+
+def _files(path):
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+
+
+def test_every_flipped_bit_is_found(saved, tmp_path):
+    paths, state = saved
+    shutil.copytree(paths[0], tmp_path / "0")
+    like = state, _batch(0.0, 0.0), jax.random.key(0)
+    debug.load_capture(tmp_path / "0", *like)
+    random = np.random.default_rng(0)
+    files = _files(tmp_path / "0")
+    assert len(files) >= 5
+    for file in files * 3:
+        whole = file.read_bytes()
+        flipped = bytearray(whole)
+        bit = int(random.integers(8 * len(whole)))
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"is damaged: .* what was written"):
+            debug.load_capture(tmp_path / "0", *like)
+        file.write_bytes(whole)
+
+
+def _about(**changes):
+    def forge(path):
+        about = json.loads((path / "about.json").read_text())
+        (path / "about.json").write_text(json.dumps(about | changes))
+
+    return forge
+
+
+def _written(text):
+    return lambda path: (path / "about.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (_written("{"), "`about.json` is not JSON"),
+        (_written("[" * 10**6), "`about.json` is not JSON: it is nested too deep"),
+        (_written("[]"), "`about.json` has no 'paths', or one that is no list"),
+        (_about(keys=[]), "has no 'keys', or one that is no dict"),
+        (_about(digests=[]), "has not as many digests as arrays"),
+        (_about(keys={"args/2": "eval"}), "names keys that JAX has not"),
+        (_about(keys={"args/2": 3}), "has something else where a text must be"),
+        (_about(digests=["0" * 16] * 5), "the bits of args/0/half are not those"),
+        (lambda path: (path / "arrays" / "_METADATA").write_text("{}"), "Orbax cannot read it"),
+    ],
+    ids=range(9),
+)
+def test_a_forgery_is_refused(saved, tmp_path, forge, message):
+    paths, state = saved
+    shutil.copytree(paths[0], tmp_path / "0")
+    forge(tmp_path / "0")
+    (tmp_path / "0" / "files.sha256").unlink()
+    seal(tmp_path / "0", where=tmp_path / "0")
+    with pytest.raises(ValueError, match=message):
+        debug.load_capture(tmp_path / "0", state, _batch(0.0, 0.0), jax.random.key(0))
+
+
+def test_a_file_that_was_added_is_found(saved, tmp_path):
+    paths, state = saved
+    shutil.copytree(paths[0], tmp_path / "0")
+    (tmp_path / "0" / "arrays" / "more").write_text("")
+    with pytest.raises(ValueError, match="`arrays/more` was added after it was written"):
+        debug.load_capture(tmp_path / "0", state, _batch(0.0, 0.0), jax.random.key(0))
 
 
 def test_a_later_run_keeps_the_captures_of_an_earlier_one(saved):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep._base.digest import digests
-from halfstep.integrations._orbax._files import read_data
+from halfstep.integrations._orbax._verification import read_data
 from tests.integrations._bits import assert_same, recipes_state, same_bits, through
 
 pytestmark = pytest.mark.core
@@ -335,7 +335,8 @@ def test_retention_and_order(tmp_path: pathlib.Path):
         checkpoints.save(step + 1, small_state(10))
         checkpoints.wait()
         assert checkpoints.steps() == [10]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "12.damaged-0"]
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [".halfstep-writer", "10", "12.damaged-0"]
 
 
 def test_another_run_is_not_written_over(run_of_two: pathlib.Path):

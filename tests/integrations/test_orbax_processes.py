@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from halfstep.integrations._orbax import _processes
+from halfstep._base.processes import gather_texts
 
 pytestmark = pytest.mark.core
 
@@ -15,4 +15,4 @@ def test_texts_of_any_length_arrive_whole(text: str, monkeypatch: pytest.MonkeyP
     # Two processes that say the same: the shapes that are gathered are then equal, as they must be.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([own, own]))
-    assert _processes.gather(text) == [text, text]
+    assert gather_texts(text) == [text, text]

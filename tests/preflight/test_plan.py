@@ -161,11 +161,11 @@ def test_layers_that_are_written_out_are_stored_alike_and_recomputed_apart():
 @pytest.mark.parametrize(
     ("loss", "target", "budget"),
     [
-        (scanned, "h100", 230),
+        pytest.param(scanned, "h100", 230, marks=pytest.mark.slow),
         (written_out, "h100", 170),
         pytest.param(remat, "h100", 220, marks=pytest.mark.slow),
         pytest.param(scoped, "h100", 200, marks=pytest.mark.slow),
-        (scanned, "v5e", 170),
+        pytest.param(scanned, "v5e", 170, marks=pytest.mark.slow),
         pytest.param(written_out, "v5e", 130, marks=pytest.mark.slow),
     ],
 )

@@ -204,7 +204,9 @@ def test_errors_say_what_is_needed():
     stored = quantize(value)
     with pytest.raises(ValueError, match=r"'root8'.*uint8\[64, 6\].*got int8\[64, 6\].*Pass the"):
         dequantize(stored, "root8")
-    with pytest.raises(ValueError, match=r"scales of shape \[64, 1\]; got .*\[2, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"scales of shape \[64, 1\]; got .*\[2, 6\]\. Pass the code, the"
+    ):
         dequantize(stored, groups=Groups(-1))
 
 

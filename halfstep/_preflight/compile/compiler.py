@@ -17,6 +17,14 @@ import zlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from halfstep._base import (
+    DamagedFolderError,
+    check_files,
+    read_json,
+    regular_file,
+    seal,
+    sealed_files,
+)
 from halfstep._preflight.compile.lowering import Program
 from halfstep._preflight.compile.requirements import compiler_versions
 from halfstep._preflight.preflight_errors import PreflightError, RefusedError
@@ -39,6 +47,9 @@ _ANSWER_VERSION = 2
 
 _FILES = ("answer.json", "program.hlo.gz", "buffers.pb.gz")
 """What a worker leaves, and what the cache keeps."""
+
+_LARGEST = 2**30
+"""Bytes of a file of an answer; a program of 10,000 instructions has some million."""
 
 Answer = tuple[dict[str, Any], str, bytes]
 """A compiler's figures, its program as text, and its buffer assignment."""
@@ -287,18 +298,35 @@ def load_answer(name: str) -> Answer | None:
     """An answer, or `None`; an entry that cannot be read counts as absent."""
     entry = cache_dir() / name
     try:
+        # What was compiled is whole; what is changed afterwards, by whatever, is compiled again.
+        check_files(entry, sealed_files(entry), most=_LARGEST)
         answer = _read(entry)
         # The time of last use decides which entries are removed.
         os.utime(entry)
-    except (OSError, ValueError, EOFError, zlib.error):
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error):
         return None
     return answer
 
 
 def _read(folder: pathlib.Path) -> Answer:
-    answer = json.loads((folder / "answer.json").read_text())
-    text, buffers = (gzip.decompress((folder / name).read_bytes()) for name in _FILES[1:])
+    answer = read_json(folder, _FILES[0])
+    if not isinstance(answer, dict) or not all(
+        isinstance(answer.get(part), dict)
+        and all(isinstance(number, int | float) for number in answer[part].values())
+        for part in ("memory", "estimates")
+    ):
+        raise DamagedFolderError(f"`{_FILES[0]}` has no figures of memory")
+    text, buffers = (_decompressed(folder, name) for name in _FILES[1:])
     return answer, text.decode(), buffers
+
+
+def _decompressed(folder: pathlib.Path, name: str) -> bytes:
+    """What a file holds; one that would fill the memory is none."""
+    with gzip.open(regular_file(folder, name, most=_LARGEST)) as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise DamagedFolderError(f"`{name}` holds more than {_LARGEST:,} bytes")
+    return content
 
 
 def save_answer(name: str, folder: pathlib.Path) -> None:
@@ -312,6 +340,7 @@ def save_answer(name: str, folder: pathlib.Path) -> None:
         try:
             for file in _FILES:
                 shutil.copy(folder / file, staging / file)
+            seal(staging, where=staging)
             shutil.rmtree(cache / name, ignore_errors=True)
             staging.rename(cache / name)
         finally:

@@ -27,7 +27,7 @@ import numpy as np
 from halfstep._policy import StoreOutcome
 
 # Within this share of the optimum a selection is good enough: a compiler moves the peak by more.
-_GAP = 1e-3
+GOOD_ENOUGH = 1e-3
 _SECONDS = 20.0
 
 
@@ -130,6 +130,7 @@ def select(
     error: float = np.inf,
     time: float = np.inf,
     smallest: bool = False,
+    gap: float = GOOD_ENOUGH,
 ) -> Selection | None:
     """Select the fastest forms within budgets.
 
@@ -139,6 +140,7 @@ def select(
         error: The most that forms may add to the squared relative error.
         time: The most seconds that all of it may take.
         smallest: Whether to select the fewest bytes instead, of those the fastest.
+        gap: How far the answer may be from the optimum, as a share of it.
 
     Returns:
         The selection; `None` if there is none within these budgets.
@@ -184,7 +186,7 @@ def select(
         constraints=rows.constraint(),
         integrality=np.ones(columns),
         bounds=Bounds(lower, upper),
-        options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+        options={"mip_rel_gap": gap, "time_limit": _SECONDS},
     )
     if found.x is None:
         return None

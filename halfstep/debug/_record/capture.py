@@ -13,11 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from halfstep._base import FlatCall, is_key, type_of
+from halfstep._base import (
+    SUMS,
+    DamagedFolderError,
+    FlatCall,
+    check_files,
+    check_nothing_added,
+    digests,
+    is_key,
+    read_json,
+    seal,
+    sealed_files,
+    type_of,
+)
 from halfstep._training import Verdict
 
 _ARRAYS = "arrays"
 _ABOUT = "about.json"
+_LARGEST = 2**40
+_KEYS = ("fry", "rbg", "threefry2x32", "unsafe_rbg")
 
 
 class Capture:
@@ -126,9 +140,11 @@ class Capture:
             number += 1  # Of an earlier run.
         numbered = {str(at): array for at, array in enumerate(arrays.values())}
         _checkpointer().save(path / _ARRAYS, numbered)
-        about = {"paths": list(arrays), "keys": impls}
-        # Written last: a capture without it is not whole.
+        found = digests(list(arrays.values()))
+        about = {"paths": list(arrays), "keys": impls, "digests": found}
         (path / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        # The list of hashes comes last: a capture without it is not whole.
+        seal(path, where=path)
         return path
 
 
@@ -145,7 +161,7 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
         The arguments with the arrays of the capture; those by name after the others.
 
     Raises:
-        ValueError: If the directory is no whole capture, or of other arguments.
+        ValueError: If the directory is no whole capture, is damaged, or is of other arguments.
 
     Example:
         ```python
@@ -163,28 +179,74 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
         ```
     """
     path = pathlib.Path(directory).absolute()
-    if not (path / _ABOUT).is_file():
+    if not (path / SUMS).is_file():
         raise ValueError(
-            f"{path} is no capture, or one that was interrupted: {_ABOUT} is missing. Give one of "
+            f"{path} is no capture, or one that was interrupted: {SUMS} is missing. Give one of "
             "the numbered directories that `debug.Capture` has written"
         )
-    about = json.loads((path / _ABOUT).read_text())
     call = _flat(args, kwargs)
-    _check_paths(list(call.paths), about["paths"])
-    numbered = _checkpointer().restore(path / _ARRAYS)
+    try:
+        about = _verified(path)
+        _check_paths(list(call.paths), about["paths"])
+        arrays = _read_arrays(path, about)
+    except DamagedFolderError as error:
+        raise ValueError(
+            f"the capture {path} is damaged: {error}. Give another one, or capture the step again"
+        ) from error
     found = []
-    for at, (name, like) in enumerate(zip(call.paths, call.arrays, strict=True)):
-        array = numbered[str(at)]
-        found.append(jnp.asarray(array))
+    for name, like, array in zip(call.paths, call.arrays, arrays, strict=True):
+        value = jnp.asarray(array)
         if name in about["keys"]:
-            found[at] = jax.random.wrap_key_data(found[at], impl=about["keys"][name])
-        elif (array.shape, array.dtype) != (like.shape, like.dtype):
+            value = jax.random.wrap_key_data(value, impl=about["keys"][name])
+        if (value.shape, value.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"{name} must be {type_of(like)} as in the arguments that are "
                 f"given; the capture has {type_of(array)}"
             )
+        found.append(value)
     given, named = call.given(found)
     return (*given, *named.values())
+
+
+def _verified(path: pathlib.Path) -> dict[str, Any]:
+    """What a capture says about itself, if all of its files are what was written."""
+    listed = sealed_files(path)
+    check_nothing_added(path, listed, lambda name: name != SUMS)
+    if _ABOUT not in listed:
+        raise DamagedFolderError(f"`{_ABOUT}` is missing")
+    check_files(path, listed, most=_LARGEST)
+    about = read_json(path, _ABOUT)
+    fields = {"paths": list, "keys": dict, "digests": list}
+    for name, kind in fields.items():
+        if not isinstance(about, dict) or not isinstance(about.get(name), kind):
+            raise DamagedFolderError(
+                f"`{_ABOUT}` has no {name!r}, or one that is no {kind.__name__}"
+            )
+    texts = (*about["paths"], *about["keys"], *about["keys"].values(), *about["digests"])
+    if not all(isinstance(text, str) for text in texts):
+        raise DamagedFolderError(f"`{_ABOUT}` has something else where a text must be")
+    if len(about["paths"]) != len(about["digests"]):
+        raise DamagedFolderError(f"`{_ABOUT}` has not as many digests as arrays")
+    if not set(about["keys"].values()) <= set(_KEYS):
+        raise DamagedFolderError(f"`{_ABOUT}` names keys that JAX has not")
+    return about
+
+
+def _read_arrays(path: pathlib.Path, about: dict[str, Any]) -> list[Any]:
+    """The arrays of a capture, in the order of the arguments."""
+    try:
+        numbered = _checkpointer().restore(path / _ARRAYS)
+        arrays = [numbered[str(at)] for at in range(len(about["paths"]))]
+        found = digests(arrays)
+    except ModuleNotFoundError:
+        raise
+    # Whatever Orbax raises on files that fit together and are not its own.
+    except Exception as error:
+        raise DamagedFolderError(f"Orbax cannot read it: {error}") from error
+    for name, digest, expected in zip(about["paths"], found, about["digests"], strict=True):
+        if digest != expected:
+            raise DamagedFolderError(f"the bits of {name} are not those that were written")
+    return arrays
 
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:

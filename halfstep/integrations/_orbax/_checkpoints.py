@@ -11,10 +11,22 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from halfstep._base import digests, type_of
-from halfstep._version import __version__
-from halfstep.integrations._orbax import _data, _files, _processes
+from halfstep._base import (
+    DamagedFolderError,
+    agree,
+    digests,
+    first_says,
+    flush_one,
+    gather_texts,
+    hash_text,
+    is_in_file_system,
+    start_digests,
+    type_of,
+    wait_for_all,
+)
+from halfstep.integrations._orbax import _data, _files
 from halfstep.integrations._orbax._errors import CheckpointError, DamagedCheckpointError
+from halfstep.integrations._orbax._json_values import encoded
 from halfstep.integrations._orbax._leaves import (
     StateLeaf,
     as_python,
@@ -27,10 +39,14 @@ from halfstep.integrations._orbax._leaves import (
     restore_args,
     stored_form,
 )
+from halfstep.integrations._orbax._lock import WriterLock
+from halfstep.integrations._orbax._manifest import Manifest
 from halfstep.integrations._orbax._static import static_fields, with_static_fields
+from halfstep.integrations._orbax._verification import looks_complete, read_data, verified
 
 T = TypeVar("T")
 _STATE, _ABOUT = _files.STATE, _files.ABOUT
+_SHORTEST_KEY = 16
 
 
 class Checkpoints:
@@ -44,8 +60,11 @@ class Checkpoints:
     Args:
         directory: The folder; it is made if it is not there. All processes must see it.
         keep: How many steps are kept; older ones are deleted.
-        options: The run's options, as JSON can hold them. `restore` refuses a step that was written
-            with other ones, because the run that goes on from it would be neither run.
+        options: The run's options: numbers, texts, and lists, tuples or dictionaries of them.
+            `restore` refuses a step that was written with other ones, because the run that goes on
+            from it would be neither run.
+        key: Signs each step (HMAC with SHA-256), and `restore` takes only steps that were signed
+            with it. Without a key, hashes find damage, and not a person who writes them anew.
 
     Example:
         ```python
@@ -74,16 +93,26 @@ class Checkpoints:
         *,
         keep: int = 3,
         options: Mapping[str, Any] | None = None,
+        key: bytes | None = None,
     ):
         if keep < 1:
             raise ValueError(f"`keep` must be a whole number, 1 or more; got {keep}.")
+        if key is not None and (type(key) is not bytes or len(key) < _SHORTEST_KEY):
+            raise ValueError(
+                f"`key` must be {_SHORTEST_KEY} bytes or more, as secrets.token_bytes(32) makes "
+                f"them; got {type(key).__name__}{f' of {len(key)}' if type(key) is bytes else ''}."
+            )
         self._directory = epath.Path(directory).absolute()
         self._options = None if options is None else dict(options)
+        self._key = key
+        # What cannot be written down is refused here, and not after the first hour of training.
+        encoded(self._options, "`options`")
+        self._lock = WriterLock(self._directory)
         self._last: int | None = None
         self._passed_over: set[int] = set()
         self._is_writer = False
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        arrays, about = ocp.PyTreeCheckpointHandler(), _files.AboutHandler()
+        arrays, about = ocp.PyTreeCheckpointHandler(), _files.AboutHandler(key)
         # In this order: files are hashed when the arrays are all there.
         registry.add(_STATE, ocp.args.PyTreeSave, arrays)
         registry.add(_STATE, ocp.args.PyTreeRestore, arrays)
@@ -105,14 +134,17 @@ class Checkpoints:
     ) -> None:
         try:
             self._manager.close()
+            self._flush_names()
         except Exception:
             # What went wrong first is what the user has to see.
             if error is None:
                 raise
+        finally:
+            self._lock.release()
 
     def steps(self) -> list[int]:
         """The steps that are complete, oldest first. Files are not read: `restore` does that."""
-        found = (step for step in self._listed() if _files.looks_complete(self._path(step)))
+        found = (step for step in self._listed() if looks_complete(self._path(step)))
         return sorted(found)
 
     def latest(self) -> int | None:
@@ -122,6 +154,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Return once the step that is being written is complete."""
         self._manager.wait_until_finished()
+        self._flush_names()
 
     def save(self, step: int, state: Any, data: _data.Iterator | None = None) -> None:
         """Write a step. It returns as soon as the state may change or be donated.
@@ -138,7 +171,8 @@ class Checkpoints:
                 `set_state`. Each process gives its own.
 
         Raises:
-            CheckpointError: If the folder holds steps of another run.
+            CheckpointError: If the folder holds steps of another run, another run writes to it,
+                it cannot be written to, or a value would not come back as it is.
             TypeError: If `step` is no whole number.
         """
         try:
@@ -149,29 +183,32 @@ class Checkpoints:
                 f"`step` must be a whole number; got {type(step).__name__}. "
                 "Write save(step, state)."
             ) from error
-        self._begin_writing(step)
         leaves = leaves_of(state)
+        self._begin_writing(step)
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
         forms = {leaf.name: stored_form(leaf) for leaf in arrays}
-        found = dict(zip(forms, digests(list(forms.values())), strict=True))
-        # Only process 0 writes what each process has of its own; if they differ, a restart would
-        # continue another run than the one that was stopped.
-        self._check_processes_agree([leaf for leaf in arrays if is_local(leaf)], found)
         about = {leaf.name: leaf.about() for leaf in leaves}
-        for name, digest in found.items():
-            about[name]["digest"] = digest
-        manifest = {
-            "halfstep": __version__,
-            "step": step,
-            "processes": jax.process_count(),
-            "options": self._options,
-            "leaves": about,
-            "static": static_fields(state),
-        }
+        manifest = Manifest(step, jax.process_count(), self._options, about, static_fields(state))
+        self._check_room(manifest.array_bytes)
+        finish = start_digests(list(forms.values()))
+        local = [leaf for leaf in arrays if is_local(leaf)]
+        if jax.process_count() > 1 and local:
+            # Only process 0 writes what each process has of its own; if they differ, a restart
+            # would continue another run than the one that was stopped.
+            self._check_processes_agree(local, dict(zip(forms, finish(), strict=True)))
+
+        # The names alone: what waits for the digests must not keep the arrays.
+        names = list(forms)
+
+        def text() -> str:
+            for name, digest in zip(names, finish(), strict=True):
+                about[name]["digest"] = digest
+            return manifest.text()
+
         kept = {name: form for name, form in forms.items() if not is_empty(about[name])}
         items: dict[str, Any] = {_STATE: ocp.args.PyTreeSave(kept)} if kept else {}
         place = None if data is None else _data.state_of(data)
-        items[_ABOUT] = _files.SaveAbout(manifest, place)
+        items[_ABOUT] = _files.SaveAbout(text, place)
         # `force`: Orbax has rules of its own for which steps to skip, and here the caller decides.
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._last = step
@@ -238,41 +275,49 @@ class Checkpoints:
     def _listed(self) -> list[int]:
         """All folders that are named like a step, as process 0 sees them."""
         found = _files.numbered(self._directory)
-        said = _processes.first_says(" ".join(map(str, found)))
+        said = first_says(" ".join(map(str, found)))
         return [int(step) for step in said.split()]
 
     def _go_on_from(self, step: int, state: T, data: _data.Iterator | None) -> tuple[int, T]:
         if data is not None:
             try:
-                place = _files.read_data(self._path(step))
+                _data.set_state(data, read_data(self._path(step)))
+            except DamagedFolderError as error:
+                raise DamagedCheckpointError(
+                    f"the place in the data of step {step} in {self._directory} cannot be "
+                    f"restored: {error}. Leave `data` out, and say yourself where the data goes on."
+                ) from error
             except FileNotFoundError:
                 raise CheckpointError(
                     f"step {step} in {self._directory} was saved without a data iterator. Leave "
                     "`data` out, and say yourself where the data goes on."
                 ) from None
-            _data.set_state(data, place)
         self._last = step
         return step, state
 
     def _read(self, step: int, like: object, leaves: list[StateLeaf]) -> tuple[str | None, Any]:
         """Why a step cannot be used, and otherwise what it holds."""
         path, folder = self._path(step), str(self._directory)
-        own = _files.why_damaged(path, jax.process_index(), jax.process_count())
+        manifest, own = None, None
+        part, parts = jax.process_index(), jax.process_count()
+        try:
+            manifest = verified(path, step, part=part, parts=parts, key=self._key)
+        except DamagedFolderError as error:
+            own = str(error)
         # All processes agree after each stage, before the next collective: see `agree`.
-        reason = _processes.agree(own)
-        if reason is not None:
+        reason = agree(own)
+        if reason is not None or manifest is None:
             return reason, None
-        manifest = _files.read_manifest(path)
-        about: dict[str, dict[str, Any]] = manifest["leaves"]
+        about = manifest.leaves
         if self._options is not None:
-            _check_options(self._options, manifest["options"] or {}, step, folder)
+            _check_options(self._options, manifest.options or {}, step, folder)
         check_leaves(leaves, about, step, folder)
-        whole = with_static_fields(like, manifest["static"], step)
+        whole = with_static_fields(like, manifest.static, step)
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
         forms, reason = self._read_arrays(step, arrays, about)
-        reason = _processes.agree(reason)
+        reason = agree(reason)
         if reason is None:
-            reason = _processes.agree(_wrong_digest(forms, about))
+            reason = agree(_wrong_digest(forms, about))
         if reason is not None:
             return reason, None
         values = [
@@ -317,13 +362,12 @@ class Checkpoints:
             )
         if self._is_writer:
             return
+        self._become_writer()
         after = -1 if self._last is None else self._last
         # A folder that has later steps than those this run began from belongs to another run, whose
         # steps Orbax would count and delete as its own.
         newer = [found for found in self._listed() if found > after]
-        bad = [
-            n for n in newer if n in self._passed_over or not _files.looks_complete(self._path(n))
-        ]
+        bad = [n for n in newer if n in self._passed_over or not looks_complete(self._path(n))]
         good = sorted(set(newer) - set(bad))
         if good:
             raise CheckpointError(
@@ -334,20 +378,49 @@ class Checkpoints:
         if jax.process_index() == 0:
             _files.set_aside(self._directory, bad)
             _files.remove_unfinished(self._directory)
-        _processes.wait_for_all("halfstep.integrations.orbax: begin writing")
+        wait_for_all("halfstep.integrations.orbax: begin writing")
         # Orbax lists the steps once, when the manager is made.
         self._manager.reload()
         self._is_writer = True
 
+    def _become_writer(self) -> None:
+        """Take the lock, on process 0."""
+        holder, reason = None, None
+        if jax.process_index() == 0:
+            reason = _files.why_not_writable(self._directory, 0)
+            holder = self._lock.acquire() if reason is None else None
+        self._refuse(agree(reason))
+        holder = agree(holder)
+        if holder is not None:
+            raise CheckpointError(
+                f"{self._directory} is written to by {holder}. Two runs would delete each other's "
+                "steps. Wait for its end, or write to another folder."
+            )
+
+    def _check_room(self, needed: int) -> None:
+        is_first = jax.process_index() == 0
+        reason = _files.why_not_writable(self._directory, needed) if is_first else None
+        self._refuse(agree(reason))
+
+    def _refuse(self, reason: str | None) -> None:
+        if reason is not None:
+            raise CheckpointError(
+                f"nothing was saved to {self._directory}: {reason}. Make room, keep fewer steps "
+                "(keep=), or write to another folder."
+            )
+
+    def _flush_names(self) -> None:
+        """Return once the names of complete steps are on the disk."""
+        if self._is_writer and jax.process_index() == 0 and is_in_file_system(self._directory):
+            flush_one(self._directory)
+
     def _check_processes_agree(self, leaves: list[StateLeaf], found: dict[str, str]) -> None:
-        if jax.process_count() == 1:
-            return
         # One digest of all digests first: leaf by leaf only when there is something to be found.
-        said = _processes.gather(_files.hash_text("".join(found[leaf.name] for leaf in leaves)))
+        said = gather_texts(hash_text("".join(found[leaf.name] for leaf in leaves)))
         if len(set(said)) == 1:
             return
         for leaf in leaves:
-            said = _processes.gather(found[leaf.name])
+            said = gather_texts(found[leaf.name])
             if len(set(said)) > 1:
                 raise CheckpointError(
                     f"`{leaf.name}` is an array of each process's own, and differs between them: "

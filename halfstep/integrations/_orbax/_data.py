@@ -1,9 +1,8 @@
 """Save the state of a data iterator as JSON: Grain's, and any with `get_state` and `set_state`."""
 
-import base64
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
+from halfstep.integrations._orbax._json_values import decoded, encoded
 
 
 @runtime_checkable
@@ -20,31 +19,18 @@ class Iterator(Protocol):
 
 
 def state_of(data: Iterator) -> Any:
-    """Return an iterator's place, as JSON can hold it."""
-    return _encoded(data.get_state())
+    """Return an iterator's place, as JSON can hold it.
+
+    Raises:
+        CheckpointError: If it would not come back as it is.
+    """
+    return encoded(data.get_state(), "the state of `data`")
 
 
 def set_state(data: Iterator, saved: object) -> None:
-    """Let an iterator go where it was."""
-    data.set_state(_decoded(saved))
+    """Let an iterator go where it was.
 
-
-def _encoded(state: object) -> Any:
-    if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode()}
-    if isinstance(state, dict):
-        # Wrapped, so that a dictionary of the user with the key "base64" is not taken for bytes.
-        return {"dict": {str(name): _encoded(value) for name, value in state.items()}}
-    if isinstance(state, list | tuple):
-        return [_encoded(value) for value in state]
-    return state.item() if isinstance(state, np.generic) else state
-
-
-def _decoded(saved: object) -> Any:
-    if isinstance(saved, list):
-        return [_decoded(value) for value in saved]
-    if isinstance(saved, dict):
-        if "base64" in saved:
-            return base64.b64decode(saved["base64"])
-        return {name: _decoded(value) for name, value in saved["dict"].items()}
-    return saved
+    Raises:
+        DamagedFolderError: If what was saved is no state.
+    """
+    data.set_state(decoded(saved, "the state of the data iterator"))

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from halfstep._base import DamagedFolderError
 from halfstep.integrations._orbax._errors import CheckpointError
+from halfstep.integrations._orbax._json_values import decoded, encoded
 
 _SHOWN = 5
 _Array = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -30,7 +32,8 @@ class StateLeaf(NamedTuple):
             data = jax.eval_shape(jax.random.key_data, self.value)
             return {**_about_array(data), "keys": str(key_impl(self.value))}
         if self.kind == "value":
-            return {"python": type(self.value).__name__, "value": _as_json(self.value)}
+            value = encoded(self.value, f"`{self.name}`")
+            return {"python": type(self.value).__name__, "value": value}
         return {"other": type(self.value).__name__}
 
 
@@ -90,12 +93,23 @@ def describe(about: dict[str, Any]) -> str:
     return f"a {about['other']}, which is not stored"
 
 
-def as_python(about: dict[str, Any]) -> Any:
-    """A Python number or text from what the manifest says of it."""
+def as_python(about: Mapping[str, Any]) -> Any:
+    """A Python number or text from what the manifest says of it.
+
+    Raises:
+        DamagedFolderError: If the manifest says another type than the value has.
+    """
     value = about["value"]
-    if about["python"] == "complex":
-        return complex(*value)
-    return value
+    if about["python"] == "complex" and isinstance(value, list):
+        # As the first format has it.
+        value = {"complex": value}
+    found = decoded(value, "a leaf of the manifest")
+    if type(found).__name__ != about["python"]:
+        raise DamagedFolderError(
+            f"a leaf of the manifest is a {type(found).__name__}, and said to be a Python "
+            f"{about['python']}"
+        )
+    return found
 
 
 def is_empty(about: dict[str, Any]) -> bool:
@@ -105,10 +119,6 @@ def is_empty(about: dict[str, Any]) -> bool:
 
 def _about_array(array: _Array) -> dict[str, Any]:
     return {"dtype": str(np.dtype(array.dtype)), "shape": list(array.shape)}
-
-
-def _as_json(value: object) -> Any:
-    return [value.real, value.imag] if isinstance(value, complex) else value
 
 
 # On the way to Orbax and back, onto the shardings of `like`.

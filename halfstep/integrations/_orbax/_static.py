@@ -14,6 +14,7 @@ import jax
 from halfstep._policy import Recipe
 from halfstep._training import AbstractLossScaling, Ledger, SiteState
 from halfstep.integrations._orbax._errors import CheckpointError
+from halfstep.integrations._orbax._json_values import decoded, encoded
 
 _Node = AbstractLossScaling | Ledger | SiteState
 T = TypeVar("T")
@@ -64,11 +65,24 @@ def _is_plain(value: object) -> bool:
 def _as_json(value: object) -> Any:
     if isinstance(value, Recipe):
         return value.name
+    if isinstance(value, float):
+        return encoded(value, "a field of the state")
     return [_as_json(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _from_json(value: object) -> Any:
-    return tuple(_from_json(item) for item in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_from_json(item) for item in value)
+    return decoded(value, "a field of the state")
+
+
+def _is_alike(saved: object, own: object) -> bool:
+    """Whether a saved field can stand where another one is: of its type, or none."""
+    if saved is None or own is None:
+        return True
+    if isinstance(saved, tuple):
+        return isinstance(own, tuple) and all(map(_is_plain, saved))
+    return type(saved) is type(own)
 
 
 def _children(node: _Node) -> list[str]:
@@ -110,7 +124,13 @@ def _restored(node: _Node, saved: dict[str, dict[str, Any]], name: str, step: in
                     f"has {value.name!r}. Make `like` with the recipe that was saved."
                 )
         elif field.name in known and field.name in about:
-            value = _from_json(about[field.name])
+            saved_value = _from_json(about[field.name])
+            if not _is_alike(saved_value, value):
+                raise CheckpointError(
+                    f"`{name}.{field.name}` of step {step} is {saved_value!r:.60}; `like` has "
+                    f"{value!r:.60} there. Make `like` the way the state was made that was saved."
+                )
+            value = saved_value
         elif field.name in _children(node):
             value = _replaced(value, saved, f"{name}.{field.name}", step)
         # Frozen, and its constructor takes other arguments than its fields.

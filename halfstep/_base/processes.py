@@ -10,7 +10,7 @@ _ROOM = 2048
 _LENGTH = 8
 
 
-def gather(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Return what each process says, by its number. All of them call it."""
     if jax.process_count() == 1:
         return [text]
@@ -36,7 +36,7 @@ def agree(reason: str | None) -> str | None:
     """The first reason any process has, the same on all; `None` if none has one."""
     # Every process has to come to the same decision: one that raises alone leaves the others
     # waiting in the next collective until the job is killed.
-    for process, said in enumerate(gather(reason or "")):
+    for process, said in enumerate(gather_texts(reason or "")):
         if said:
             return said if jax.process_count() == 1 else f"{said} (process {process})"
     return None
@@ -44,7 +44,7 @@ def agree(reason: str | None) -> str | None:
 
 def first_says(text: str) -> str:
     """Return what process 0 says."""
-    return gather(text)[0]
+    return gather_texts(text)[0]
 
 
 def wait_for_all(name: str) -> None:

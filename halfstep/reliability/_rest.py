@@ -1,0 +1,200 @@
+"""State at rest: is what a step begins with what the step before has written?
+
+Copies can be compared with one another (`replica_check`); what is divided over devices has no copy.
+But nothing may change it between two steps. A digest of every shard, taken when a step ends and
+again when the next one begins, finds any bit that has flipped in between, on every device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from halfstep._base import device_sums, gather_texts, path_string
+
+_SHOWN = 5
+
+
+class RestError(RuntimeError):
+    """A state that has changed while nothing was computed.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep.reliability import RestError, rest_check
+
+        digests = rest_check({"w": jnp.ones(4)})
+        try:
+            rest_check({"w": jnp.ones(4).at[2].set(1.0000001)}, digests, step=8)
+        except RestError as error:
+            message = str(error)
+        assert "`w` on device 0" in message
+        ```
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDigests:
+    """The digests of every shard of a state, as `rest_check` takes them. They stay on the devices.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from halfstep.reliability import StateDigests, rest_check
+
+        digests = rest_check({"w": jnp.ones(4), "name": "model"})
+        assert isinstance(digests, StateDigests)
+        assert digests.names == ("w",)
+        ```
+    """
+
+    names: tuple[str, ...]
+    """The arrays."""
+    sums: tuple[jax.Array, ...]
+    """Of each array two words for each device that has a part of it."""
+
+
+def rest_check(
+    state: Any, digests: StateDigests | None = None, *, step: int | None = None
+) -> StateDigests:
+    """Take digests of a state, and compare them with those that were taken before.
+
+    Take them when a step ends, and compare when the next one begins: in between, data is loaded,
+    checkpoints are written and hosts are waited for, and nothing may change. It reads the state
+    once, sends nothing between devices, and reads a few bytes an array on the host if there is
+    something to compare. What flips while a step runs is not found.
+
+    Args:
+        state: Any pytree: parameters, optimizer state, loss scaling, ledger, a recipe's state.
+            Leaves that are no arrays of JAX's are left out.
+        digests: What was returned for the same state before. All processes pass it, or none.
+        step: For the message.
+
+    Returns:
+        The digests.
+
+    Raises:
+        RestError: On all processes. It names arrays and devices.
+        ValueError: If the digests are of another state.
+
+    Example:
+        ```python
+        import halfstep
+        import jax
+        import jax.numpy as jnp
+
+
+        @jax.jit
+        def train(w):
+            return 0.9 * w
+
+
+        w, digests = jnp.ones(1024), None
+        for step in range(30):
+            if digests is not None:
+                halfstep.reliability.rest_check(w, digests, step=step)
+            w = train(w)
+            # Every tenth step; every one costs more, and finds more.
+            digests = halfstep.reliability.rest_check(w) if step % 10 == 0 else None
+        ```
+    """
+    arrays = {
+        path_string(path): _plain(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if isinstance(leaf, jax.Array)
+    }
+    now = StateDigests(tuple(arrays), tuple(_shard_sums(list(arrays.values()))))
+    changed = [] if digests is None else differences(digests, now)
+    if changed:
+        when = "" if step is None else f" before step {step}"
+        raise RestError(
+            f"the state has changed{when} while nothing was computed: {'; '.join(changed)}. Go "
+            "back to the last checkpoint, and leave the named devices out if it happens again. If "
+            "the state was changed on purpose between two steps, take its digests afterwards."
+        )
+    return now
+
+
+def _plain(leaf: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _shard_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sums of each array's shards, each where it lies."""
+    found: list[Any] = [None] * len(arrays)
+    groups: dict[Any, list[int]] = {}
+    for number, array in enumerate(arrays):
+        where = array.sharding
+        if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh):
+            where = where.mesh
+        groups.setdefault(where, []).append(number)
+    for where, numbers in groups.items():
+        own = [arrays[number] for number in numbers]
+        if isinstance(where, Mesh):
+            shardings = (array.sharding for array in own)
+            specs = tuple(x.spec for x in shardings if isinstance(x, NamedSharding))
+            sums = _over_mesh(where, specs)(*own)
+        else:
+            sums = _on_one(*own)
+        for number, value in zip(numbers, sums, strict=True):
+            found[number] = value
+    return found
+
+
+# One program for all arrays of a mesh: a model of thousands of arrays compiles once.
+@functools.lru_cache(maxsize=16)
+def _over_mesh(mesh: Mesh, specs: tuple[P, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    one = (1,) * len(mesh.axis_names)
+
+    def sums(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(device_sums(shard).reshape((*one, 2)) for shard in shards)
+
+    out = (P(*mesh.axis_names),) * len(specs)
+    # Unchecked: copies are taken one by one, and whether they are the same is not asked here.
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return jax.jit(mapped)
+
+
+@jax.jit
+def _on_one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(device_sums(array) for array in arrays)
+
+
+def differences(before: StateDigests, now: StateDigests) -> list[str]:
+    """The arrays of two states that differ, with the devices; the same on all processes.
+
+    Raises:
+        ValueError: If they are of states that cannot be compared.
+    """
+    if before.names != now.names or any(
+        a.shape != b.shape for a, b in zip(before.sums, now.sums, strict=True)
+    ):
+        odd = sorted(set(before.names) ^ set(now.names))[:_SHOWN] or ["arrays on other devices"]
+        raise ValueError(
+            f"the digests are of another state: they differ in {', '.join(odd)}. Pass the digests "
+            "that rest_check returned for this state, or none."
+        )
+    own = [
+        f"`{name}` on {', '.join(devices[:_SHOWN])}"
+        for name, old, new in zip(now.names, before.sums, now.sums, strict=True)
+        if (devices := _differing(old, new))
+    ]
+    # All of them have to raise: one alone would leave the others waiting.
+    said = [line for text in gather_texts("\n".join(own)) for line in text.split("\n") if line]
+    return [*said[:_SHOWN], f"{len(said) - _SHOWN} more"] if len(said) > _SHOWN else said
+
+
+def _differing(old: jax.Array, new: jax.Array) -> list[str]:
+    """The devices of this process on which two sums differ."""
+    before = {shard.device: np.asarray(shard.data) for shard in old.addressable_shards}
+    return [
+        f"device {shard.device.id} of process {shard.device.process_index}"
+        for shard in new.addressable_shards
+        if not np.array_equal(before.get(shard.device), np.asarray(shard.data))
+    ]
