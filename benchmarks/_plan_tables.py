@@ -10,8 +10,8 @@ BAR = 0.05
 
 
 def excess(row: Mapping[str, Any]) -> float:
-    """How much more than the optimum is recomputed, as a share of it."""
-    ours, best = row["recomputed_flops"], row["least_flops"]
+    """How much longer than the optimum a selection takes, as a share of it."""
+    ours, best = row["seconds"], row["least_seconds"]
     if ours <= best:
         return 0.0
     return ours / best - 1 if best else float("inf")
@@ -29,17 +29,16 @@ def optimum_text(result: Mapping[str, Any]) -> str:
     made = result["bars"]
     return (
         f"{table(list(lines.values()), columns)}\n\n"
-        "Contractions that are recomputed, of those that are recomputed with the fewest bytes "
-        "stored; the columns are budgets between these bytes and those with which no contraction "
-        f"is recomputed. {made['within_5_percent']} of {made['selections']} selections recompute "
-        f"at most {BAR:.0%} more than the exact optimum, which may store every value by itself."
+        "The time that recomputing takes by the model, of that with the fewest bytes stored, and "
+        "in parentheses how much more that is than the exact optimum, which may store every value "
+        "by itself. The columns are budgets between these bytes and those with which no "
+        f"contraction is recomputed. {made['within_5_percent']} of {made['selections']} are within "
+        f"{BAR:.0%} of the optimum."
     )
 
 
 def _recomputed(row: Mapping[str, Any]) -> str:
-    most = row["most_flops"] or 1
-    ours, best = row["recomputed_flops"] / most, row["least_flops"] / most
-    return f"{ours:.1%}" if excess(row) <= BAR else f"{ours:.1%} (optimum {best:.1%})"
+    return f"{row['seconds'] / (row['most_seconds'] or 1):.1%} ({excess(row):+.1%})"
 
 
 def training_text(result: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Decide, before anything runs, in which precision every operation of a function runs."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ from halfstep._autocast.decide import decide, operation_of
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
+from halfstep._policy import StoreRule
 from halfstep._program import Constant, CustomJvp, Finder, Graph, Node, Operand, is_traced, size
 
 LARGEST = float(np.finfo(np.float16).max)
@@ -47,13 +49,15 @@ def plan(
             # and it may be a target of 100,000.
             known = not is_traced(value)
             state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
-    has_lines = settings.saves is not None and any(r.line is not None for r in settings.saves.rules)
+    rules = settings.saves.rules if settings.saves is not None else ()
+    numbered = [rule for rule in rules if rule.number is not None]
     # It looks for the folders of libraries, and keeps what it has found.
-    finder = Finder() if has_lines else None
+    finder = Finder() if numbered or any(rule.line is not None for rule in rules) else None
+    targets = _targets(graph, numbered, finder) if finder is not None and numbered else {}
     decisions = []
     # Effects keep their order: each comes after the one before it, as if it took its result.
     after_effects = 0
-    for node in graph.nodes:
+    for index, node in enumerate(graph.nodes):
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
         # The level of an operation is the number of barriers on the longest way to it. An island
         # never reaches over a barrier, so it is made of operations of one level.
@@ -71,7 +75,8 @@ def plan(
         if is_linear:
             linear.update(node.outs)
         elif settings.saves is not None and _is_one_value(node, decision):
-            decision = _with_store(decision, node, graph, kinds, settings, finder)
+            own = targets.get(index, ())
+            decision = _with_store(decision, node, graph, kinds, settings, finder, own)
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
@@ -110,6 +115,7 @@ def _with_store(
     kinds: Sequence[Kind],
     settings: Settings,
     finder: Finder | None,
+    numbered: Collection[StoreRule],
 ) -> Decision:
     """A decision with how the results are kept for the backward pass."""
     saves = settings.saves
@@ -127,11 +133,28 @@ def _with_store(
     if saves.rules:
         lines = () if finder is None else lines_of(node, finder)
         dear = decision.barrier or store is not None
-        rule = saves.chosen(operation_of(node, graph), lines, dear=dear)
+        rule = saves.chosen(operation_of(node, graph), lines, dear=dear, numbered=numbered)
         if rule is not None:
             store, by = saves.by_rule(rule), str(rule)
     store = None if store is None else store.named(node.name, by)
     return dataclasses.replace(decision, store=store, stored_by=by)
+
+
+def _targets(
+    graph: Graph, rules: Sequence[StoreRule], finder: Finder
+) -> dict[int, list[StoreRule]]:
+    """The rules with a number that are for each operation, by its position."""
+    found: dict[int, list[StoreRule]] = collections.defaultdict(list)
+    # Most rules differ in their numbers only.
+    alike: dict[StoreRule, list[int]] = {}
+    written = [(operation_of(node, graph), lines_of(node, finder)) for node in graph.nodes]
+    for rule in rules:
+        every = dataclasses.replace(rule, number=None)
+        if every not in alike:
+            alike[every] = [i for i, place in enumerate(written) if every.matches(*place)]
+        if rule.number is not None and rule.number < len(alike[every]):
+            found[alike[every][rule.number]].append(rule)
+    return found
 
 
 def lines_of(node: Node, finder: Finder) -> tuple[str, ...]:

@@ -30,6 +30,10 @@ class StoreRule:
         scope: Which `jax.named_scope`s, in the grammar of path rules. `None` means all.
         line: Which line of the user's code: `"model.py:12"`. What is computed in functions that
             the line calls is concerned, too. `None` means all.
+        number: Which of the operations for which all of these hold, in the order in which a
+            function is traced: 0 is the first one. A loop of Python's that writes out layers makes
+            one for each layer. Every function that is traced by itself, such as the body of a loop,
+            has its own numbers. `None` means all.
 
     Example:
         ```python
@@ -57,6 +61,7 @@ class StoreRule:
     op: str | None = None
     scope: str | None = None
     line: str | None = None
+    number: int | None = None
 
     def __post_init__(self) -> None:
         _check_outcome(self.outcome)
@@ -69,6 +74,15 @@ class StoreRule:
             raise ValueError(
                 f"a line is written as a file and a number, 'model.py:12'; got {self.line!r}."
             )
+        if self.number is not None and not (type(self.number) is int and self.number >= 0):
+            raise ValueError(
+                f"number= must be a whole number, 0 for the first operation; got {self.number!r}."
+            )
+        if self.number is not None and self.op is None:
+            raise ValueError(
+                f"number= counts operations of a name; got number={self.number} without one. Give "
+                "op=, as in 'store:op:dot_general@mlp#0=keep'."
+            )
         check_place(self.op, self.scope)
 
     @staticmethod
@@ -79,7 +93,8 @@ class StoreRule:
             ValueError: If the text is not a rule.
         """
         found = re.fullmatch(
-            r"(?:store:)?(?P<place>(?:op|scope|line):[^=]+)=(?P<outcome>.+)", text.strip()
+            r"(?:store:)?(?P<place>(?:op|scope|line):[^=#]+)(?:#(?P<number>\d{1,9}))?=(?P<outcome>.+)",
+            text.strip(),
         )
         first, *more = found["place"].split("@") if found else [""]
         # After an operation, a scope stands without its prefix.
@@ -89,12 +104,15 @@ class StoreRule:
             raise ValueError(
                 "a rule for saved activations is a text such as 'store:op:dot_general=e4m3', "
                 "'store:scope:decoder/mlp=recompute', 'store:op:dot_general@mlp=offload', "
-                "'store:line:model.py:12=int4' or 'store:op:add@line:model.py:12=keep'; got "
+                "'store:line:model.py:12=int4' or 'store:op:add@line:model.py:12#0=keep'; got "
                 f"{text!r}."
             )
-        outcome = _check_outcome(found["outcome"].strip())
         return StoreRule(
-            outcome, op=place.get("op"), scope=place.get("scope"), line=place.get("line")
+            _check_outcome(found["outcome"].strip()),
+            op=place.get("op"),
+            scope=place.get("scope"),
+            line=place.get("line"),
+            number=None if found["number"] is None else int(found["number"]),
         )
 
     def __str__(self) -> str:
@@ -106,10 +124,11 @@ class StoreRule:
         if self.line is not None:
             parts.append(f"line:{self.line}")
         place = "@".join(parts)
-        return f"{_PREFIX}{place}={self.outcome}"
+        number = "" if self.number is None else f"#{self.number}"
+        return f"{_PREFIX}{place}{number}={self.outcome}"
 
     def matches(self, operation: Operation, lines: Sequence[str]) -> bool:
-        """Whether the results of an operation are concerned.
+        """Whether the results of an operation are concerned, whatever its number.
 
         Args:
             operation: What makes them.

@@ -105,6 +105,30 @@ def test_by_line():
     assert kept["float8_e4m3fn"] == ROWS * WIDTH
 
 
+def test_by_number():
+    """Layers that a loop of Python's writes out have the same lines."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    line = loss.__code__.co_firstlineno + 2
+    w, x = jnp.eye(WIDTH), start()[1]
+
+    def stored(*rules: str) -> int:
+        kept = saved(halfstep.autocast(loss, ",".join(["bf16", *rules])), w, x)
+        return kept.get("float8_e4m3fn", 0) // (ROWS * WIDTH)
+
+    assert stored("store:op:dot_general#2=e4m3") == 1
+    assert stored("store:op:dot_general#0=e4m3", "store:op:dot_general#3=e4m3") == 2
+    assert stored(f"store:op:dot_general@line:test_store_rules.py:{line}#1=e4m3") == 1
+    # The first rule that matches is used, and numbers count all operations.
+    assert stored("store:op:dot_general#1=keep", "store:op:dot_general=e4m3") == 3
+    with pytest.raises(ValueError, match=r"'store:op:dot_general#4=e4m3' is for nothing in this"):
+        stored("store:op:dot_general#4=e4m3")
+
+
 def test_by_the_line_of_a_call():
     def dense(w: Any, x: Any) -> Any:
         return jnp.tanh(x @ w)
@@ -210,6 +234,8 @@ def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
         "store:op:add@line:m.py:4=keep",
         "store:scope:head@line:m.py:5=e5m2",
         "store:op:add@head@line:a/m.py:6=recompute",
+        "store:op:add#0=keep",
+        "store:op:add@head@line:a/m.py:6#12=recompute",
     )
     policy = Policy(compute="bf16", stores=rules)
     assert policy.stores[0] == StoreRule("int4", op="dot_general", scope="**/mlp")
@@ -227,6 +253,8 @@ def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
         ("store:scope:a@b=keep", "a rule for saved activations is a text such as"),
         ("store:line:m.py:1@line:m.py:2=keep", "a rule for saved activations is a text such as"),
         ("store:line:m.py=keep", "a line is written as a file and a number"),
+        ("store:op:add#x=keep", "a rule for saved activations is a text such as"),
+        ("store:scope:mlp#1=keep", "number= counts operations of a name; got number=1 without one"),
     ],
 )
 def test_wrong_rules(text: str, message: str):
@@ -243,6 +271,8 @@ def test_what_is_not_a_rule_is_said():
         as_store_rule(1)
     with pytest.raises(ValueError, match="Give op=, scope= or line=; op="):
         StoreRule("keep")
+    with pytest.raises(ValueError, match="number= must be a whole number, 0 for the first"):
+        StoreRule("keep", op="add", number=-1)
     with pytest.raises(
         ValueError, match="`residuals` is for autocast to 16 bits; got residuals='e"
     ):

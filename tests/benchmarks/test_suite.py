@@ -101,8 +101,8 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
         "packages/mpx",
     ]
     said = capsys.readouterr().out
-    assert "[5/5] bisect: FAILED with exit status 3" in said
-    assert said.endswith("4 of 5 done, results in benchmarks/results.\nFailed: bisect.\n")
+    assert "[8/8] bisect: FAILED with exit status 3" in said
+    assert said.endswith("7 of 8 done, results in benchmarks/results.\nFailed: bisect.\n")
     assert rendered == [[]]
 
 

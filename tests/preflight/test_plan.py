@@ -1,5 +1,7 @@
 """A memory budget in, a policy out: selected by a model, compiled for real, measured on arrays."""
 
+import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -13,13 +15,14 @@ import pytest
 
 import halfstep
 from halfstep._autocast import Plan, observed
-from halfstep._preflight.planning.addresses import groups
+from halfstep._policy import StoreOutcome
+from halfstep._preflight.planning.addresses import families, groups
 from halfstep._preflight.planning.budget import parse_budget
 from halfstep._preflight.planning.candidates import Tape, tape
 from halfstep._preflight.planning.choices import choices
 from halfstep._preflight.planning.gradients import gradients, relative_error
 from halfstep._preflight.planning.planner import plan
-from halfstep._preflight.planning.selection import select
+from halfstep._preflight.planning.selection import Problem, select, selection
 from halfstep._preflight.target.accelerators import ACCELERATORS
 from tests.preflight._compilers import need
 
@@ -46,7 +49,7 @@ def remat(params: Any, x: Any) -> Any:
 
 
 def written_out(params: Any, x: Any) -> Any:
-    for number in range(LAYERS):
+    for number in range(len(params["up"])):
         x, _ = layer(x, jax.tree.map(lambda leaf, number=number: leaf[number], params))
     return jnp.mean(x**2)
 
@@ -86,7 +89,7 @@ def arrays(seed: int) -> tuple[Any, Any]:
     return params, jax.random.normal(keys[2], (32, WIDTH))
 
 
-def taped(loss: Callable[..., Any], rules: str = "") -> Tape:
+def taped(loss: Callable[..., Any], rules: str = "", *, layers: int = LAYERS) -> Tape:
     found: list[Plan] = []
 
     def observer(call: Any, given: Any) -> Any:
@@ -94,7 +97,12 @@ def taped(loss: Callable[..., Any], rules: str = "") -> Tape:
         return given
 
     with observed(observer):
-        jax.eval_shape(make_step(loss)(f"bf16,{rules}store:op:*=recompute"), *shapes())
+        params, x = shapes()
+        params = {
+            name: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
+            for name, leaf in params.items()
+        }
+        jax.eval_shape(make_step(loss)(f"bf16,{rules}store:op:*=recompute"), params, x)
     return tape(found, H100)
 
 
@@ -148,14 +156,58 @@ def test_rules_tell_scopes_apart():
     assert {group.rule.scope for group in dear} == {f"layer_{number}" for number in range(LAYERS)}
 
 
-def test_layers_that_are_written_out_are_stored_alike_and_recomputed_apart():
+def test_layers_that_are_written_out_are_told_apart_by_numbers():
     places = taped(written_out).places
     found = groups(places)
-    assert len([group for group in found if places[min(group.places)].is_dear]) == 2
-    (anchors,) = [group for group in found if places[min(group.places)].is_anchor]
+    assert all(len(group.places) == 1 for group in found)
+    collected = families(found, places)
+    dear = [x for x in collected if places[min(found[x.groups[0]].places)].is_dear]
+    assert [len(family.groups) for family in dear] == [LAYERS, LAYERS]
+    assert all(family.is_whole for family in dear)
+    (anchors,) = [x for x in collected if x not in dear]
     assert anchors.rule.op == "add"
-    # Between layers, and not after the last one, where nothing is left to recompute.
-    assert LAYERS - 1 <= len(anchors.places) <= LAYERS
+    # Between layers, and not where it is not worth it, such as after the last one.
+    assert LAYERS // 2 <= len(anchors.groups) < LAYERS
+    numbers = [found[number].rule.number for number in dear[0].groups]
+    assert numbers == list(range(LAYERS))
+
+
+def test_one_rule_for_all_layers_where_they_are_alike():
+    offered = choices(taped(written_out), H100)
+    every: dict[int, StoreOutcome] = dict.fromkeys(range(len(offered.groups)), "keep")
+    whole = offered.with_outcomes(halfstep.Policy(), every).stores
+    assert len([rule for rule in whole if rule.number is None]) >= 2
+    assert len(whole) < len(every)
+    apart = offered.with_outcomes(halfstep.Policy(), {**every, 0: "recompute"}).stores
+    assert len(apart) > len(whole)
+    assert str(apart[0]).endswith("#0=recompute")
+
+
+def brute_force(problem: Problem, memory: float) -> float:
+    """The least time of all selections, one by one."""
+    best = math.inf
+    free = [number for number in range(len(problem.groups)) if number not in problem.required]
+    for chosen in itertools.product([False, True], repeat=len(free)):
+        on = {*problem.required, *itertools.compress(free, chosen)}
+        found = selection(problem, {number: problem.groups[number][0] for number in on})
+        if found.bytes <= memory:
+            best = min(best, found.seconds)
+    return best
+
+
+@pytest.mark.parametrize("loss", [scanned, written_out], ids=lambda loss: loss.__name__)
+def test_what_is_selected_is_the_best_of_all(loss: Callable[..., Any]):
+    problem = choices(taped(loss, layers=3), H100).problem
+    kept = tuple(tuple(form for form in forms if form.name == "keep") for forms in problem.groups)
+    problem = dataclasses.replace(problem, groups=kept)
+    least, most = select(problem, smallest=True), select(problem)
+    assert least is not None
+    assert most is not None
+    for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        memory = least.bytes + share * (most.bytes - least.bytes)
+        found = select(problem, memory=memory, gap=0.0)
+        assert found is not None
+        assert found.seconds == pytest.approx(brute_force(problem, memory), rel=1e-6)
 
 
 @pytest.mark.parametrize(

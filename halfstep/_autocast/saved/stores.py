@@ -25,7 +25,7 @@ computes none, and second derivatives, which would silently lack the part throug
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -121,7 +121,14 @@ class Saves:
         """Whether any value can be stored."""
         return self.is_own or bool(self.rules) or bool(self.policies)
 
-    def chosen(self, operation: Operation, lines: Sequence[str], *, dear: bool) -> StoreRule | None:
+    def chosen(
+        self,
+        operation: Operation,
+        lines: Sequence[str],
+        *,
+        dear: bool,
+        numbered: Collection[StoreRule] = (),
+    ) -> StoreRule | None:
         """The first rule of the user's for the results of an operation.
 
         Args:
@@ -130,8 +137,13 @@ class Saves:
             dear: Whether they would be stored, or would cost much to recompute. A rule that names
                 no operation is for these only: all that is computed in a scope, stored in 8 bits,
                 would take more memory than its contractions in 16.
+            numbered: The rules with a number that are for this operation.
         """
-        concerned = (rule for rule in self.rules if dear or rule.op is not None)
+        concerned = (
+            rule
+            for rule in self.rules
+            if (dear or rule.op is not None) and (rule.number is None or rule in numbered)
+        )
         return next((rule for rule in concerned if rule.matches(operation, lines)), None)
 
     def by_rule(self, rule: StoreRule) -> Store | None:

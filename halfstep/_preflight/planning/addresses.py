@@ -1,18 +1,20 @@
 """Find rules that tell the stored values of a program apart.
 
-A plan is a policy, and a policy names values by operation, scope and line. Values that no such rule
-tells apart, such as those of layers that a Python loop writes out, are one group: they are stored
-alike.
+A plan is a policy, and a policy names values by operation, scope and line, and by a number among
+all for which these hold. Values that no such rule tells apart, such as those of a function that is
+called twice, are one group: they are stored alike.
 """
 
 import dataclasses
+import functools
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from halfstep._policy import StoreOutcome, StoreRule
+from halfstep._autocast import lines_of, operation_of
+from halfstep._policy import Operation, StoreOutcome, StoreRule
 from halfstep._preflight.planning.candidates import Place
+from halfstep._program import Finder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,75 +34,161 @@ class Group:
         return dataclasses.replace(self.rule, outcome=outcome)
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Groups whose rules differ in their numbers only, such as one product of every layer.
+
+    Attributes:
+        groups: Their numbers.
+        rule: The rule without a number, with any outcome.
+        is_whole: Whether that rule is for the operations of these groups and no others.
+    """
+
+    groups: tuple[int, ...]
+    rule: StoreRule
+    is_whole: bool
+
+
 def groups(places: Sequence[Place]) -> list[Group]:
     """Group the operations that may be stored, as finely as rules can tell them apart.
 
     Args:
         places: All operations: a rule that names an operation is for all that have its name.
     """
-    alike: dict[tuple[object, ...], set[int]] = defaultdict(set)
-    for position, place in enumerate(places):
-        if (place.is_dear or place.is_anchor) and not place.is_fixed:
-            operation = place.operation
-            alike[operation.primitive, operation.scope, place.lines].add(position)
-    found = [_group(frozenset(members), places) for members in alike.values()]
-    # A rule that is for more than its own operations joins them with those others.
+    addresses = _Addresses(places)
     merged: list[Group] = []
-    for group in found:
-        apart = [other for other in merged if other.places.isdisjoint(group.places)]
+    for position, place in enumerate(places):
+        if place.is_fixed or not (place.is_dear or place.is_anchor):
+            continue
+        group = addresses.group(frozenset({position}))
+        # A rule that is for more than its own operations joins them with those others.
         joined = [other for other in merged if not other.places.isdisjoint(group.places)]
         while joined:
-            group = _group(group.places.union(*(other.places for other in joined)), places)
-            joined = [other for other in apart if not other.places.isdisjoint(group.places)]
-            apart = [other for other in apart if other.places.isdisjoint(group.places)]
-        merged = [*apart, group]
+            merged = [other for other in merged if other not in joined]
+            group = addresses.group(group.places.union(*(other.places for other in joined)))
+            joined = [other for other in merged if not other.places.isdisjoint(group.places)]
+        merged.append(group)
     return sorted(merged, key=lambda group: min(group.places))
+
+
+def families(found: Sequence[Group], places: Sequence[Place]) -> list[Family]:
+    """Collect groups whose rules differ in their numbers only; others are alone.
+
+    Args:
+        found: The groups.
+        places: All operations.
+    """
+    addresses = _Addresses(places)
+    alike: dict[StoreRule, list[int]] = {}
+    for number, group in enumerate(found):
+        alike.setdefault(dataclasses.replace(group.rule, number=None), []).append(number)
+    made = []
+    for rule, members in alike.items():
+        own = frozenset().union(*(found[number].places for number in members))
+        made.append(Family(tuple(members), rule, addresses.concerned(rule) == own))
+    return made
+
+
+class _Addresses:
+    """What rules are for, among the operations of a program."""
+
+    def __init__(self, places: Sequence[Place]):
+        self.places = places
+        self.finder = Finder()
+
+    def group(self, members: frozenset[int]) -> Group:
+        """The group of a rule that is for some operations, and for as few others as can be."""
+        best: Group | None = None
+        for rule in self._rules(members):
+            found = self.concerned(rule)
+            if best is None or len(found) < len(best.places):
+                best = Group(found, rule)
+            if len(found) == len(members):
+                break
+        # Some rule is for all of them: the rule for every operation.
+        return best or Group(members, StoreRule("keep", op="*"))
+
+    def concerned(self, rule: StoreRule) -> frozenset[int]:
+        """The operations that a rule decides about, if it comes after the user's own."""
+        every = dataclasses.replace(rule, number=None)
+        return frozenset(
+            position
+            for position, number in self._numbers(every).items()
+            if rule.number is None or number == rule.number
+        )
+
+    @functools.cached_property
+    def _written(self) -> Mapping[int, list[tuple[Operation, tuple[str, ...]]]]:
+        """Of every function, all operations and where they are written."""
+        plans = {id(place.plan): place.plan for place in self.places}
+        return {
+            key: [
+                (operation_of(node, plan.graph), lines_of(node, self.finder))
+                for node in plan.graph.nodes
+            ]
+            for key, plan in plans.items()
+        }
+
+    @functools.cache  # noqa: B019
+    def _numbers(self, rule: StoreRule) -> Mapping[int, int]:
+        """The positions that a rule without a number is for, each with its number in its function.
+
+        Operations that are not on the tape are counted, too.
+        """
+        counted = {
+            key: {
+                index: number
+                for number, index in enumerate(
+                    index for index, place in enumerate(written) if rule.matches(*place)
+                )
+            }
+            for key, written in self._written.items()
+        }
+        return {
+            position: counted[id(place.plan)][place.index]
+            for position, place in enumerate(self.places)
+            if place.index in counted[id(place.plan)]
+            and (place.is_dear or rule.op is not None)
+            and not place.is_fixed
+        }
+
+    def _rules(self, members: frozenset[int]) -> Iterator[StoreRule]:
+        """Rules that are for all of some operations, the simplest first."""
+        places = [self.places[position] for position in sorted(members)]
+        names = {place.operation.primitive for place in places}
+        op = next(iter(names)) if len(names) == 1 else None
+        all_dear = all(place.is_dear for place in places)
+        if op is None and not all_dear:
+            op = "*"
+        ops = (None, op) if all_dear else (op,)
+        scopes = {place.operation.scope for place in places}
+        scope = next(iter(scopes)) if len(scopes) == 1 else ""
+        if not scope or re.search(r"[,=@:#*?\[\]]", scope):
+            # None, or one that a rule cannot name.
+            scope = None
+        common = set(places[0].lines).intersection(*(place.lines for place in places))
+        # The innermost first: it is where the operation is written.
+        lines = [text for line in places[0].lines if line in common for text in _texts(line)]
+        for with_line in (None, *lines):
+            for with_scope in dict.fromkeys((scope, None) if with_line is None else (None, scope)):
+                for with_op in dict.fromkeys(ops):
+                    if (with_op, with_scope, with_line) != (None, None, None):
+                        yield StoreRule("keep", op=with_op, scope=with_scope, line=with_line)
+        if op is None:
+            return
+        # By number, among as few as there can be: those of one call in every layer, sooner than all
+        # of a function.
+        unnumbered = [
+            StoreRule("keep", op=op, scope=with_scope, line=with_line)
+            for with_line in (*lines, None)
+            for with_scope in dict.fromkeys((None, scope))
+        ]
+        for rule in sorted(unnumbered, key=lambda rule: len(self._numbers(rule))):
+            numbers = {self._numbers(rule)[position] for position in members}
+            if len(numbers) == 1:
+                yield dataclasses.replace(rule, number=numbers.pop())
 
 
 def _texts(line: str) -> tuple[str, ...]:
     """How a rule may write a line: by the file's name, or by all of its path that is known."""
     return tuple(dict.fromkeys((os.path.basename(line), line)))
-
-
-def _group(members: frozenset[int], places: Sequence[Place]) -> Group:
-    """The group of a rule that is for some operations, and for as few others as there can be."""
-    best: Group | None = None
-    for rule in _rules([places[position] for position in members]):
-        found = frozenset(
-            position for position, place in enumerate(places) if _concerns(rule, place)
-        )
-        if best is None or len(found) < len(best.places):
-            best = Group(found, rule)
-        if len(found) == len(members):
-            break
-    # Some rule is for all of them: the rule for every operation.
-    return best or Group(members, StoreRule("keep", op="*"))
-
-
-def _concerns(rule: StoreRule, place: Place) -> bool:
-    """Whether a rule that comes after the user's decides about an operation."""
-    is_named = place.is_dear or rule.op is not None
-    return is_named and not place.is_fixed and rule.matches(place.operation, place.lines)
-
-
-def _rules(places: Sequence[Place]) -> Iterator[StoreRule]:
-    """Rules that are for all of some operations, the simplest first."""
-    names = {place.operation.primitive for place in places}
-    op = next(iter(names)) if len(names) == 1 else None
-    all_dear = all(place.is_dear for place in places)
-    if op is None and not all_dear:
-        op = "*"
-    ops = (None, op) if all_dear else (op,)
-    scopes = {place.operation.scope for place in places}
-    scope = next(iter(scopes)) if len(scopes) == 1 else ""
-    if not scope or re.search(r"[,=@:*?\[\]]", scope):
-        # None, or one that a rule cannot name.
-        scope = None
-    common = set(places[0].lines).intersection(*(place.lines for place in places))
-    # The innermost first: it is where the operation is written.
-    lines = [text for line in places[0].lines if line in common for text in _texts(line)]
-    for with_line in (None, *lines):
-        for with_scope in dict.fromkeys((scope, None) if with_line is None else (None, scope)):
-            for with_op in dict.fromkeys(ops):
-                if (with_op, with_scope, with_line) != (None, None, None):
-                    yield StoreRule("keep", op=with_op, scope=with_scope, line=with_line)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from halfstep._autocast import stored_bytes
-from halfstep._policy import Policy, StoreOutcome
-from halfstep._preflight.planning.addresses import Group, groups as make_groups
+from halfstep._policy import Policy, StoreOutcome, StoreRule
+from halfstep._preflight.planning.addresses import Family, Group, families, groups as make_groups
 from halfstep._preflight.planning.candidates import Place, Tape
 from halfstep._preflight.planning.selection import Form, Problem, Recomputation, Selection
 from halfstep._preflight.target.accelerators import Accelerator
@@ -27,11 +27,13 @@ class Choices:
 
     Attributes:
         groups: What rules tell apart.
+        families: Groups whose rules differ in their numbers only.
         problem: The same as a problem to solve; its groups have the same order.
         tape: The operations.
     """
 
     groups: tuple[Group, ...]
+    families: tuple[Family, ...]
     problem: Problem
     tape: Tape
 
@@ -44,7 +46,19 @@ class Choices:
 
     def with_outcomes(self, base: Policy, outcomes: Mapping[int, StoreOutcome]) -> Policy:
         """A policy with an outcome for each of some groups."""
-        rules = tuple(self.groups[number].with_outcome(x) for number, x in outcomes.items())
+        rules: list[StoreRule] = []
+        for family in self.families:
+            given: dict[int, StoreOutcome] = {
+                number: outcomes[number] for number in family.groups if number in outcomes
+            }
+            # One rule for all layers, where all of them have the same outcome. What is in no group
+            # is recomputed in any case.
+            is_alike = len(given) == len(family.groups) and len(set(given.values())) == 1
+            outcome = next(iter(given.values()), None)
+            if is_alike and outcome is not None and (family.is_whole or outcome == "recompute"):
+                rules.append(dataclasses.replace(family.rule, outcome=outcome))
+            else:
+                rules += [self.groups[number].with_outcome(x) for number, x in given.items()]
         return dataclasses.replace(base, stores=(*base.stores, *rules))
 
     def with_errors(self, errors: Mapping[tuple[int, str], float]) -> "Choices":
@@ -92,14 +106,17 @@ def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()
     )
     needed = frozenset(numbers[key] for key in tape.needed)
     problem = Problem(operations, forms, tuple(group_of), needed, required)
-    return Choices(tuple(groups), problem, tape)
+    return Choices(tuple(groups), tuple(families(groups, tape.places)), problem, tape)
 
 
 def _forms(
     places: list[Place], accelerator: Accelerator, lossy: Collection[str]
 ) -> tuple[Form, ...]:
     kept = sum(place.bytes for place in places)
-    made = [Form("keep", kept)]
+    # A contraction writes its result in any case. What XLA would fuse with its readers is written
+    # and read again only because it is stored.
+    fused = sum(place.bytes for place in places if not place.is_dear)
+    made = [Form("keep", kept, seconds=2 * fused / accelerator.bandwidth)]
     if any(place.is_anchor for place in places):
         # All that comes after it is recomputed from it.
         return tuple(made)

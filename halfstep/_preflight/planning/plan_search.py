@@ -166,11 +166,18 @@ class _MakerSearch:
         if self.request.max_error is None:
             return offered
         errors: dict[tuple[int, str], float] = {}
-        for number, forms in enumerate(offered.problem.groups):
-            for form in forms:
-                if form.name in LOSSY:
-                    policy = self.all_kept({number: form.name})
-                    errors[number, form.name] = self.error_on(0, policy) ** 2
+        # A family at once, such as one product of all layers: to measure each by itself would take
+        # as many times as long. Errors of single values add up in squares.
+        for family in offered.families:
+            for code in LOSSY:
+                having = [
+                    number
+                    for number in family.groups
+                    if code in {form.name for form in offered.problem.groups[number]}
+                ]
+                if having:
+                    error = self.error_on(0, self.all_kept(dict.fromkeys(having, code)))
+                    errors |= {(number, code): error**2 / len(having) for number in having}
         return offered.with_errors(errors)
 
     @contextlib.contextmanager
