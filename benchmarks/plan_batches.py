@@ -37,7 +37,7 @@ MODULE = "benchmarks.plan_batches"
 TARGETS = ("h100:8", "v5p:2x2x1")
 GEMM: Mapping[str, Any] = MappingProxyType({"h100:8": "library", "v5p:2x2x1": "auto"})
 MOST = 512
-"""The largest batch of one device that is tried."""
+"""The largest batch of one device that is tried; 4 in a quick run."""
 Made = tuple[Callable[[Any], Callable[..., Any]], tuple[Any, ...]]
 
 
@@ -74,7 +74,9 @@ def _plain_loss(decoder: Model, params: Any, ids: Any) -> Any:
     return parts["last"](outer, x, ids)
 
 
-def largest(size: Size, target: str, *, policy: Any = "bf16", remat: bool = False) -> Any:
+def largest(
+    size: Size, target: str, most: int, *, policy: Any = "bf16", remat: bool = False
+) -> Any:
     """The largest batch that fits with a policy."""
     devices = parse_target(target).devices
 
@@ -86,7 +88,7 @@ def largest(size: Size, target: str, *, policy: Any = "bf16", remat: bool = Fals
         step_for_batch,
         target=target,
         multiple_of=devices,
-        maximum=MOST * devices,
+        maximum=most * devices,
         donate_argnums=DONATED,
         gemm=GEMM[target],
         progress=False,
@@ -108,10 +110,10 @@ def planned(size: Size, target: str, batch: int, **options: Any) -> halfstep.Mem
     )
 
 
-def compare(size: Size, target: str) -> list[dict[str, Any]]:
+def compare(size: Size, target: str, most: int = MOST) -> list[dict[str, Any]]:
     """A row for the step as it is, with every layer recomputed by hand, and with plans."""
     devices = parse_target(target).devices
-    plain, by_hand = (largest(size, target, remat=remat) for remat in (False, True))
+    plain, by_hand = (largest(size, target, most, remat=remat) for remat in (False, True))
     flops = _flops(plain.entry) * devices / plain.batch
     rows = [
         {
@@ -126,10 +128,10 @@ def compare(size: Size, target: str) -> list[dict[str, Any]]:
     # the largest batch with, and that batch then has a plan of its own.
     some = planned(size, target, plain.batch + devices)
     smallest = min(some.front, key=lambda found: found.peak_bytes or sys.maxsize)
-    most = largest(size, target, policy=smallest.policy)
+    found = largest(size, target, most, policy=smallest.policy)
     for way, batch in (
         ("plan, at the batch by hand", by_hand.batch),
-        ("plan, at its largest batch", most.batch),
+        ("plan, at its largest batch", found.batch),
     ):
         plan = planned(size, target, batch)
         rows.append(
@@ -163,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     done = {row["target"] for row in rows}
     result: dict[str, Any] = {}
     for target in tqdm([target for target in targets if target not in done], unit="target"):
-        rows += compare(size, target)
+        rows += compare(size, target, 4 if given.quick else MOST)
         result = report(MODULE, {"rows": rows}, packages=PACKAGES)
         if given.json and given.json != "-":
             write(result, given.json)

@@ -21,6 +21,7 @@ from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
 from benchmarks._hardening import fuzz_text, soak_text
 from benchmarks._images import markdown
+from benchmarks._plan_tables import batches_text, optimum_text, training_text
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
 from benchmarks._works_with import text as works_with_text
@@ -551,6 +552,9 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "overhead": overhead,
         "peers": peers_text,
         "plan": plan_text,
+        "plan_batches": batches_text,
+        "plan_optimum": optimum_text,
+        "plan_training": training_text,
         "release": release,
         "remat": remat_text,
         "scale": scale_text,

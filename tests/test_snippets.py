@@ -32,6 +32,7 @@ BLOCK = re.compile(
 
 COMPILED = (
     "README.md",
+    "fit-into-memory.md",
     "fp8.md",
     "gradient-release.md",
     "my-loss-is-nan.md",

@@ -300,6 +300,7 @@ def test_the_first_maker_that_fits_is_taken():
     assert "once" in str(found)
 
 
+@pytest.mark.slow
 def test_few_bits_within_a_bound(tmp_path: pathlib.Path):
     need("cuda")
     batches = [arrays(seed) for seed in range(3)]
