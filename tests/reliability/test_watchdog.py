@@ -132,7 +132,11 @@ def test_what_may_take_longer_is_left_alone(body: str):
             'with watchdog.allow(60, "saving"):\n        pass\n    time.sleep(60)',
             id="after a phase",
         ),
-        pytest.param('with watchdog.allow(1, "saving"):\n        time.sleep(60)', id="in a phase"),
+        pytest.param(
+            'with watchdog.allow(1, "saving"):\n        time.sleep(60)',
+            id="in a phase",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("inner = Watchdog(50)\n    with inner: pass\n    time.sleep(60)", id="nested"),
         pytest.param("inner = Watchdog(50)\n    with inner: time.sleep(60)", id="inside"),
     ],
