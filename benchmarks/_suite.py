@@ -83,6 +83,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "faults": (
             Benchmark("faults"),
             Benchmark("fuzz", ("--runs", "1000")),
+            Benchmark("mutations"),
             Benchmark("fuzz_programs", ("--count", "10")),
             Benchmark("soak", ("--minutes", "0.5")),
             Benchmark("coverage", ()),

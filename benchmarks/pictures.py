@@ -23,6 +23,7 @@ DRAWN: Mapping[str, str] = MappingProxyType(
         "memory": "benchmarks._figure",
         "scale": "benchmarks._scale_figure",
         "fashion_mnist": "benchmarks.fashion_mnist",
+        "plan": "benchmarks.plan",
         **dict.fromkeys(
             ("training", "optim_training", "fp8_training", "fp8_outliers"), "benchmarks._curves"
         ),

@@ -229,7 +229,7 @@ def _mib(count: int) -> str:
 def text(result: Mapping[str, Any]) -> str:
     """The table, and what it shows."""
     made = result["bars"]
-    image = markdown("What the plans of six models recompute, by their peaks", "plan")
+    image = markdown("What plans recompute, by their peaks", "plan")
     return (
         f"{image}\n\n{table(lines(result), COLUMNS)}\n\n"
         f"{made['within']} of {made['plans']} plans are within their budgets. {made['good']} use "
@@ -246,15 +246,18 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     from benchmarks._pictures import save
 
     figure = figure_of("plans")
-    figure.set_size_inches(9, 5.4)
     names = list(dict.fromkeys(row["model"] for row in made["rows"]))
-    axes = figure.subplots(2, 3, squeeze=False).ravel()
+    rows = -(-len(names) // 3)
+    figure.set_size_inches(9, 2.7 * rows)
+    axes = figure.subplots(rows, 3, squeeze=False).ravel()
     for axis, name in zip(axes, names, strict=False):
         for target, color in zip(TARGETS, ("#0072b2", "#e69f00"), strict=True):
-            rows = [r for r in made["rows"] if (r["model"], r["target"]) == (name, target)]
+            own = [r for r in made["rows"] if (r["model"], r["target"]) == (name, target)]
+            if not own:
+                continue
             axis.plot(
-                [row["peak_bytes"] / 2**30 for row in rows],
-                [row["recomputed_flops"] / 1e12 for row in rows],
+                [row["peak_bytes"] / 2**30 for row in own],
+                [row["recomputed_flops"] / 1e12 for row in own],
                 "o-",
                 color=color,
                 label=target,

@@ -9,6 +9,7 @@ counted all the time; from the first third of the run on, none of them may grow.
 1 if one does. Needs `halfstep[examples]`.
 """
 
+import gc
 import os
 import pathlib
 import statistics
@@ -36,6 +37,10 @@ MODULE = "benchmarks.soak"
 SIZES = {"vocabulary": 64, "tokens": 16, "width": 32, "layers": 2}
 EVERY = 20
 """Steps between counts."""
+WARM = 15 * EVERY
+"""Steps before the first count: all programs are compiled, and the folder has its checkpoints."""
+FEWEST = 12
+"""Counts, however slow the machine is."""
 # Allocators keep what they were given: a leak of one small array a step would be 100 times that.
 MEMORY = 0.02
 
@@ -62,7 +67,8 @@ def counts(folder: pathlib.Path, compiles: Compiles) -> dict[str, int]:
         "open files": len(os.listdir(own / "fd")),
         "threads": threading.active_count(),
         "child processes": children,
-        "files": sum(len(files) for _, _, files in os.walk(folder)),
+        # Not the files in them: Orbax writes a few more or less each time.
+        "checkpoints": len(os.listdir(folder)),
         "compiled programs": compiles.count,
         "live arrays": len(jax.live_arrays()),
     }
@@ -116,7 +122,7 @@ def soak(seconds: float) -> list[dict[str, int]]:
         debug.Live(bar=bar, points=64) as live,
     ):
         number = 0
-        while time.monotonic() - begin < seconds:
+        while time.monotonic() - begin < seconds or len(found) < FEWEST:
             number += 1
             factor = jnp.float32(np.nan if number % 37 == 0 else 1)
             batch = jnp.asarray(ids[number % len(ids)], jnp.int32)
@@ -130,10 +136,12 @@ def soak(seconds: float) -> list[dict[str, int]]:
                 replica_check(state, step=number)
             watchdog.tick(number)
             if number % EVERY == 0:
-                # What still waits to be written or read is not a leak.
+                # What still waits to be written, read or collected is not a leak.
+                gc.collect()
                 checkpoints.wait()
                 live.flush()
-                found.append({"step": number, **counts(pathlib.Path(name), compiles)})
+                if number > WARM:
+                    found.append({"step": number, **counts(pathlib.Path(name), compiles)})
                 bar.update(int(time.monotonic() - begin) - bar.n)
     return found
 

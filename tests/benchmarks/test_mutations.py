@@ -1,0 +1,44 @@
+"""Files that somebody has changed: a sample of the benchmark, and what it says if one gets in."""
+
+import json
+import pathlib
+import random
+from typing import Any
+
+import pytest
+
+from benchmarks import mutations
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("checkpoint", 6), ("capture", 6), ("policy", 60), ("cache", 60)]
+)
+def test_nothing_gets_in(kind: str, count: int):
+    found = mutations.measure(kind, count, seed=1)
+    # How long it takes is for a machine that does nothing else.
+    bad = [row for row in found["wrong"] if row["outcome"] != mutations.REFUSED]
+    assert [row for row in bad if row["outcome"] != mutations.SAME] == []
+    assert sum(found["outcomes"].values()) == count
+
+
+def test_what_gets_in_is_counted(monkeypatch: pytest.MonkeyPatch):
+    def trusting(entry: pathlib.Path) -> Any:
+        return json.loads((entry / "answer.json").read_text())
+
+    kind = mutations.KINDS["cache"]
+    made = mutations.Kind(kind.write, trusting, kind.reseal, kind.errors)
+    monkeypatch.setattr(mutations, "KINDS", {"cache": made})
+    found = mutations.measure("cache", 40)
+    assert found["wrong_count"] > 0
+    assert mutations.bars([found], 40) == {
+        "40 changes": True,
+        "no other error, no silent change, nothing over a second": False,
+    }
+
+
+def test_forgeries_change_one_thing():
+    value = {"a": [1, {"b": 2}], "c": "text"}
+    chance = random.Random(0)
+    made = [mutations.forge(value, chance) for _ in range(50)]
+    assert all(one != value for one in made)
+    assert value == {"a": [1, {"b": 2}], "c": "text"}
