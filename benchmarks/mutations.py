@@ -37,7 +37,7 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._report import parser, report, table, write
 from halfstep import debug
-from halfstep._base import seal
+from halfstep._base import seal, without_key_type
 from halfstep._base.sealed_folder import SUMS
 from halfstep._preflight.compile import compiler
 from halfstep.integrations._orbax._files import is_sealed
@@ -95,12 +95,7 @@ def _leaves(tree: Any) -> list[Any]:
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array):
-            data = (
-                jax.random.key_data(leaf)
-                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                else leaf
-            )
-            return str(leaf.dtype), np.asarray(data).tobytes()
+            return str(leaf.dtype), np.asarray(without_key_type(leaf)).tobytes()
         return type(leaf).__name__, repr(leaf)
 
     return [plain(leaf) for leaf in jax.tree.leaves(tree)]

@@ -26,7 +26,7 @@ import halfstep
 from benchmarks._plan_tables import BAR, excess, optimum_text
 from benchmarks._report import parser, report, write
 from examples import _moe
-from halfstep._autocast import Plan, observed
+from halfstep._autocast import collected_plans
 from halfstep._policy import Policy
 from halfstep._preflight.planning.candidates import EVERYTHING, Tape, tape
 from halfstep._preflight.planning.choices import choices
@@ -128,14 +128,8 @@ def _recurrent(weights: Any, steps: Any) -> Any:
 
 def traced(graph: Small) -> Tape:
     """Everything that the derivative of a function could recompute."""
-    found: list[Plan] = []
-
-    def observer(call: Any, given: Any) -> Any:
-        found.append(call.plan)
-        return given
-
     policy = dataclasses.replace(Policy.parse("bf16"), stores=(EVERYTHING,))
-    with observed(observer):
+    with collected_plans() as found:
         jax.eval_shape(jax.grad(halfstep.autocast(graph.loss, policy)), *graph.args)
     return tape(found, TARGET)
 

@@ -15,18 +15,16 @@ from halfstep._autocast.f8.product import (
 from halfstep._autocast.kinds import (
     Kind as Kind,
 )
+from halfstep._autocast.matching import RuleMatches as RuleMatches, lines_of as lines_of
 from halfstep._autocast.nested import (
     body_plans as body_plans,
     carried_operands as carried_operands,
 )
-from halfstep._autocast.observing import observed as observed
+from halfstep._autocast.observing import collected_plans as collected_plans, observed as observed
 from halfstep._autocast.picks import (
     PICKS as PICKS,
 )
-from halfstep._autocast.planning import (
-    lines_of as lines_of,
-    plan as plan,
-)
+from halfstep._autocast.planning import plan as plan
 from halfstep._autocast.plans import (
     FLOAT32 as FLOAT32,
     Decision as Decision,

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 from jax.typing import ArrayLike
 
+from halfstep._autocast.plans import Plan
 from halfstep._autocast.tracing import TracedCall
 
 Observer = Callable[[TracedCall, Sequence[ArrayLike]], Sequence[ArrayLike]]
@@ -26,6 +27,19 @@ def observed(observer: Observer) -> Generator[None]:
         yield
     finally:
         _observer.reset(token)
+
+
+@contextlib.contextmanager
+def collected_plans() -> Generator[list[Plan]]:
+    """Collect the plans of all calls that are traced in here, in their order."""
+    found: list[Plan] = []
+
+    def observer(call: TracedCall, arrays: Sequence[ArrayLike]) -> Sequence[ArrayLike]:
+        found.append(call.plan)
+        return arrays
+
+    with observed(observer):
+        yield found
 
 
 def observe(call: TracedCall, arrays: Sequence[ArrayLike]) -> Sequence[ArrayLike]:

@@ -1,6 +1,5 @@
 """Decide, before anything runs, in which precision every operation of a function runs."""
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ from jax.ref import AbstractRef
 
 from halfstep._autocast.decide import decide, operation_of
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
+from halfstep._autocast.matching import RuleMatches, lines_of
 from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
 from halfstep._policy import StoreRule
@@ -53,7 +53,7 @@ def plan(
     numbered = [rule for rule in rules if rule.number is not None]
     # It looks for the folders of libraries, and keeps what it has found.
     finder = Finder() if numbered or any(rule.line is not None for rule in rules) else None
-    targets = _targets(graph, numbered, finder) if finder is not None and numbered else {}
+    targets = RuleMatches(graph, finder).numbered(numbered) if finder and numbered else {}
     decisions = []
     # Effects keep their order: each comes after the one before it, as if it took its result.
     after_effects = 0
@@ -138,28 +138,6 @@ def _with_store(
             store, by = saves.by_rule(rule), str(rule)
     store = None if store is None else store.named(node.name, by)
     return dataclasses.replace(decision, store=store, stored_by=by)
-
-
-def _targets(
-    graph: Graph, rules: Sequence[StoreRule], finder: Finder
-) -> dict[int, list[StoreRule]]:
-    """The rules with a number that are for each operation, by its position."""
-    found: dict[int, list[StoreRule]] = collections.defaultdict(list)
-    # Most rules differ in their numbers only.
-    alike: dict[StoreRule, list[int]] = {}
-    written = [(operation_of(node, graph), lines_of(node, finder)) for node in graph.nodes]
-    for rule in rules:
-        every = dataclasses.replace(rule, number=None)
-        if every not in alike:
-            alike[every] = [i for i, place in enumerate(written) if every.matches(*place)]
-        if rule.number is not None and rule.number < len(alike[every]):
-            found[alike[every][rule.number]].append(rule)
-    return found
-
-
-def lines_of(node: Node, finder: Finder) -> tuple[str, ...]:
-    """Where an operation is written, and the calls that led there: files with paths, and lines."""
-    return tuple(f"{found.file}:{found.line}" for found in finder.calls(node.source.traceback))
 
 
 def _record(

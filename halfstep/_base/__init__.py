@@ -69,6 +69,7 @@ from halfstep._base.sealed_folder import (
     DamagedFolderError as DamagedFolderError,
     check_files as check_files,
     check_nothing_added as check_nothing_added,
+    flush as flush,
     flush_one as flush_one,
     hash_text as hash_text,
     is_in_file_system as is_in_file_system,
@@ -89,6 +90,7 @@ from halfstep._base.trees import (
     marked_leaves as marked_leaves,
     match_rules as match_rules,
     path_string as path_string,
+    without_key_type as without_key_type,
 )
 from halfstep._base.versions import (
     TESTED_JAX as TESTED_JAX,

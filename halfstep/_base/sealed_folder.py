@@ -38,7 +38,9 @@ def seal(
     name_of: Callable[[str], str | None] = lambda name: name,
     key: bytes | None = None,
 ) -> None:
-    """Write the list of all files of a folder, and return once all of it is on the disk.
+    """Write the list of all files of a folder.
+
+    Where the power may fail, `flush` the folder afterwards.
 
     Args:
         folder: The folder.
@@ -58,7 +60,6 @@ def seal(
     if key is not None:
         lines = f"{lines}# hmac-sha256 {_signature(lines, key)}\n"
     (where / SUMS).write_text(lines)
-    flush(folder)
 
 
 def sealed_files(folder: _Path, where: str = "", *, key: bytes | None = None) -> dict[str, str]:
@@ -141,12 +142,11 @@ def read_json(folder: _Path, name: str) -> Any:
     Raises:
         DamagedFolderError: If it is none.
     """
+    text = read_text(folder, name)
     try:
-        return json.loads(read_text(folder, name))
+        return json.loads(text)
     except RecursionError:
         raise DamagedFolderError(f"`{name}` is not JSON: it is nested too deep") from None
-    except DamagedFolderError:
-        raise
     except ValueError as error:
         raise DamagedFolderError(f"`{name}` is not JSON: {error}") from error
 
@@ -172,7 +172,7 @@ def regular_file(folder: _Path, name: str, *, most: int) -> _Path:
             raise DamagedFolderError(f"{shown} is missing from its folder") from None
         is_last = count == len(parts)
         if not (stat.S_ISREG if is_last else stat.S_ISDIR)(found.st_mode):
-            raise DamagedFolderError(f"{shown} is no file inside its folder")
+            raise DamagedFolderError(f"{shown} is not a regular file in its folder")
         if is_last and found.st_size > most:
             raise DamagedFolderError(f"{shown} has {found.st_size:,} bytes, more than there can be")
     return path

@@ -131,6 +131,11 @@ def is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def without_key_type(leaf: Any) -> Any:
+    """The integers of typed PRNG keys; other leaves as they are."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
 STATE_NAMES = ("batch_stats", "mean_ema", "var_ema", "running_mean", "running_var")
 """Path components that mark state: Linen's collection, Haiku's averages, PyTorch's buffers."""
 

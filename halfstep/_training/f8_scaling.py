@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from halfstep._autocast import OFF, Settings, Slot, named_sites, rewritten, settings_of, trace
-from halfstep._base import at_least_float32, listed, type_of
+from halfstep._base import at_least_float32, listed, type_of, without_key_type
 from halfstep._policy import Policy, Recipe, as_policy, state_of
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
 from halfstep._training.verdict import as_predicate
@@ -150,11 +150,7 @@ class F8Scaling(AbstractLossScaling):
             )
             for found in named_sites(call.plan)
         }
-        bits = None
-        if recipe.is_random:
-            bits = (
-                jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-            )
+        bits = without_key_type(key) if recipe.is_random else None
         scaling = F8Scaling(
             loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=recipe, off=()
         )

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from halfstep._base import device_sums, path_string
+from halfstep._base import device_sums, path_string, without_key_type
 
 _SHOWN = 5
 
@@ -80,7 +80,9 @@ def replica_check(tree: Any, *, step: int | None = None) -> None:
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             mesh, axes = leaf.sharding.mesh, _copied_over(leaf.sharding)
             if axes and isinstance(mesh, Mesh):
-                meshes.setdefault(mesh, []).append((path_string(path), _plain(leaf), axes))
+                meshes.setdefault(mesh, []).append(
+                    (path_string(path), without_key_type(leaf), axes)
+                )
     for mesh, found in meshes.items():
         names, arrays, axes = zip(*found, strict=True)
         bad = np.flatnonzero(np.asarray(_compiled(mesh, axes, _specs(arrays))(*arrays)))
@@ -93,11 +95,6 @@ def replica_check(tree: Any, *, step: int | None = None) -> None:
                 "leave the named devices out if it happens again, and look for host code or "
                 "random numbers that differ between processes if all devices are named."
             )
-
-
-def _plain(leaf: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _copied_over(sharding: NamedSharding) -> tuple[str, ...]:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from halfstep._base import device_sums, gather_texts, path_string
+from halfstep._base import device_sums, gather_texts, path_string, without_key_type
 
 _SHOWN = 5
 
@@ -104,7 +103,7 @@ def rest_check(
         ```
     """
     arrays = {
-        path_string(path): _plain(leaf)
+        path_string(path): without_key_type(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if isinstance(leaf, jax.Array)
     }
@@ -118,11 +117,6 @@ def rest_check(
             "the state was changed on purpose between two steps, take its digests afterwards."
         )
     return now
-
-
-def _plain(leaf: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _shard_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -15,9 +15,10 @@ from benchmarks import mutations
 )
 def test_nothing_gets_in(kind: str, count: int):
     found = mutations.measure(kind, count, seed=1)
-    # How long it takes is for a machine that does nothing else.
-    bad = [row for row in found["wrong"] if row["outcome"] != mutations.REFUSED]
-    assert [row for row in bad if row["outcome"] != mutations.SAME] == []
+    # A change that is refused or has no effect is wrong only where it took over a second, which is
+    # for a machine that does nothing else.
+    quiet = (mutations.REFUSED, mutations.SAME)
+    assert [row for row in found["wrong"] if row["outcome"] not in quiet] == []
     assert sum(found["outcomes"].values()) == count
 
 

@@ -67,7 +67,7 @@ def test_others_are_refused(saved, tmp_path):
     wrong = {**state, "w": jnp.ones(3)}
     with pytest.raises(ValueError, match=r"args/0/w must be float32\[3\].*has float32\[2\]"):
         debug.load_capture(paths[0], wrong, _batch(0.0, 0.0), jax.random.key(0))
-    with pytest.raises(ValueError, match=r"no capture, or one that was interrupted"):
+    with pytest.raises(ValueError, match=r"is not a complete capture: files.sha256 is missing"):
         debug.load_capture(tmp_path, state)
 
 
@@ -111,8 +111,8 @@ def _written(text):
     [
         (_written("{"), "`about.json` is not JSON"),
         (_written("[" * 10**6), "`about.json` is not JSON: it is nested too deep"),
-        (_written("[]"), "`about.json` has no 'paths', or one that is no list"),
-        (_about(keys=[]), "has no 'keys', or one that is no dict"),
+        (_written("[]"), "`about.json` must have a list named 'paths'"),
+        (_about(keys=[]), "must have a dict named 'keys'"),
         (_about(digests=[]), "has not as many digests as arrays"),
         (_about(keys={"args/2": "eval"}), "names keys that JAX has not"),
         (_about(keys={"args/2": 3}), "has something else where a text must be"),
@@ -195,7 +195,7 @@ def test_the_command(script, capsys):
 def test_the_command_says_what_is_wrong(script, capsys, tmp_path):
     name, path = script
     assert main(["replay", str(tmp_path), name]) == 2
-    assert "is no capture" in capsys.readouterr().err
+    assert "is not a complete capture" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["replay", path, name, "--policy", "f17"])
     assert "f17" in capsys.readouterr().err

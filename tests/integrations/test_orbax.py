@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import halfstep
 from halfstep._base.digest import digests
 from halfstep.integrations._orbax._verification import read_data
-from tests.integrations._bits import assert_same, recipes_state, same_bits, through
+from tests.integrations._bits import Places, assert_same, recipes_state, same_bits, through
 
 pytestmark = pytest.mark.core
 
@@ -27,19 +27,6 @@ DamagedCheckpointError = orbax.DamagedCheckpointError
 
 
 # Damage.
-
-
-class Places:
-    """A data iterator: it knows where it is."""
-
-    def __init__(self, place: Any):
-        self.place = place
-
-    def get_state(self) -> Any:
-        return self.place
-
-    def set_state(self, state: Any) -> None:
-        self.place = state
 
 
 def small_state(number: int = 0) -> dict[str, Any]:
@@ -223,7 +210,8 @@ def test_no_step(tmp_path: pathlib.Path):
 
 def test_a_step_that_is_not_there(run_of_two: pathlib.Path):
     with pytest.raises(
-        DamagedCheckpointError, match=r"step 7 .* no such folder.*Leave `step` out.* there: 2, 1"
+        DamagedCheckpointError,
+        match=r"step 7 .* its folder is missing.*Leave `step` out.* there: 2, 1",
     ):
         restored(run_of_two, 7)
 

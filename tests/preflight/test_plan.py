@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast import Plan, observed
+from halfstep._autocast import collected_plans
 from halfstep._policy import StoreOutcome
-from halfstep._preflight.planning.addresses import families, groups
+from halfstep._preflight.planning.addresses import Addresses
 from halfstep._preflight.planning.budget import parse_budget
 from halfstep._preflight.planning.candidates import Tape, tape
 from halfstep._preflight.planning.choices import choices
@@ -90,13 +90,7 @@ def arrays(seed: int) -> tuple[Any, Any]:
 
 
 def taped(loss: Callable[..., Any], rules: str = "", *, layers: int = LAYERS) -> Tape:
-    found: list[Plan] = []
-
-    def observer(call: Any, given: Any) -> Any:
-        found.append(call.plan)
-        return given
-
-    with observed(observer):
+    with collected_plans() as found:
         params, x = shapes()
         params = {
             name: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
@@ -125,7 +119,7 @@ def test_what_is_selected_is_what_is_stored(loss: Callable[..., Any]):
 
 
 def test_rules_tell_calls_of_a_helper_apart():
-    found = groups(taped(scanned).places)
+    found = Addresses(taped(scanned).places).groups
     lines = [group.rule.line for group in found]
     first = layer.__code__.co_firstlineno
     assert lines == [f"test_plan.py:{first + 1}", f"test_plan.py:{first + 2}"]
@@ -150,7 +144,7 @@ def test_what_the_user_has_decided_is_no_choice(outcome: str):
 
 def test_rules_tell_scopes_apart():
     places = taped(scoped).places
-    found = groups(places)
+    found = Addresses(places).groups
     dear = [group for group in found if places[min(group.places)].is_dear]
     assert len(dear) == 2 * LAYERS
     assert {group.rule.scope for group in dear} == {f"layer_{number}" for number in range(LAYERS)}
@@ -158,9 +152,9 @@ def test_rules_tell_scopes_apart():
 
 def test_layers_that_are_written_out_are_told_apart_by_numbers():
     places = taped(written_out).places
-    found = groups(places)
+    addresses = Addresses(places)
+    found, collected = addresses.groups, addresses.families
     assert all(len(group.places) == 1 for group in found)
-    collected = families(found, places)
     dear = [x for x in collected if places[min(found[x.groups[0]].places)].is_dear]
     assert [len(family.groups) for family in dear] == [LAYERS, LAYERS]
     assert all(family.is_whole for family in dear)

@@ -11,8 +11,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from halfstep._autocast import lines_of, operation_of
-from halfstep._policy import Operation, StoreOutcome, StoreRule
+from halfstep._autocast import RuleMatches
+from halfstep._policy import StoreOutcome, StoreRule
 from halfstep._preflight.planning.candidates import Place
 from halfstep._program import Finder
 
@@ -49,52 +49,52 @@ class Family:
     is_whole: bool
 
 
-def groups(places: Sequence[Place]) -> list[Group]:
-    """Group the operations that may be stored, as finely as rules can tell them apart.
+class Addresses:
+    """What rules are for, among the operations of a program.
 
-    Args:
-        places: All operations: a rule that names an operation is for all that have its name.
+    Attributes:
+        groups: The operations that may be stored, as finely as rules can tell them apart.
+        families: Groups whose rules differ in their numbers only; others are alone.
     """
-    addresses = _Addresses(places)
-    merged: list[Group] = []
-    for position, place in enumerate(places):
-        if place.is_fixed or not (place.is_dear or place.is_anchor):
-            continue
-        group = addresses.group(frozenset({position}))
-        # A rule that is for more than its own operations joins them with those others.
-        joined = [other for other in merged if not other.places.isdisjoint(group.places)]
-        while joined:
-            merged = [other for other in merged if other not in joined]
-            group = addresses.group(group.places.union(*(other.places for other in joined)))
-            joined = [other for other in merged if not other.places.isdisjoint(group.places)]
-        merged.append(group)
-    return sorted(merged, key=lambda group: min(group.places))
-
-
-def families(found: Sequence[Group], places: Sequence[Place]) -> list[Family]:
-    """Collect groups whose rules differ in their numbers only; others are alone.
-
-    Args:
-        found: The groups.
-        places: All operations.
-    """
-    addresses = _Addresses(places)
-    alike: dict[StoreRule, list[int]] = {}
-    for number, group in enumerate(found):
-        alike.setdefault(dataclasses.replace(group.rule, number=None), []).append(number)
-    made = []
-    for rule, members in alike.items():
-        own = frozenset().union(*(found[number].places for number in members))
-        made.append(Family(tuple(members), rule, addresses.concerned(rule) == own))
-    return made
-
-
-class _Addresses:
-    """What rules are for, among the operations of a program."""
 
     def __init__(self, places: Sequence[Place]):
+        """Group operations.
+
+        Args:
+            places: All of them: a rule that names an operation is for all that have its name.
+        """
         self.places = places
-        self.finder = Finder()
+        finder = Finder()
+        plans = {id(place.plan): place.plan for place in places}
+        self._matches = {key: RuleMatches(plan.graph, finder) for key, plan in plans.items()}
+        self._positions: dict[StoreRule, Mapping[int, int]] = {}
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        merged: list[Group] = []
+        for position, place in enumerate(self.places):
+            if place.is_fixed or not (place.is_dear or place.is_anchor):
+                continue
+            group = self.group(frozenset({position}))
+            # A rule that is for more than its own operations joins them with those others.
+            joined = [other for other in merged if not other.places.isdisjoint(group.places)]
+            while joined:
+                merged = [other for other in merged if other not in joined]
+                group = self.group(group.places.union(*(other.places for other in joined)))
+                joined = [other for other in merged if not other.places.isdisjoint(group.places)]
+            merged.append(group)
+        return tuple(sorted(merged, key=lambda group: min(group.places)))
+
+    @functools.cached_property
+    def families(self) -> tuple[Family, ...]:
+        alike: dict[StoreRule, list[int]] = {}
+        for number, group in enumerate(self.groups):
+            alike.setdefault(dataclasses.replace(group.rule, number=None), []).append(number)
+        made = []
+        for rule, members in alike.items():
+            own = frozenset().union(*(self.groups[number].places for number in members))
+            made.append(Family(tuple(members), rule, self.concerned(rule) == own))
+        return tuple(made)
 
     def group(self, members: frozenset[int]) -> Group:
         """The group of a rule that is for some operations, and for as few others as can be."""
@@ -117,40 +117,24 @@ class _Addresses:
             if rule.number is None or number == rule.number
         )
 
-    @functools.cached_property
-    def _written(self) -> Mapping[int, list[tuple[Operation, tuple[str, ...]]]]:
-        """Of every function, all operations and where they are written."""
-        plans = {id(place.plan): place.plan for place in self.places}
-        return {
-            key: [
-                (operation_of(node, plan.graph), lines_of(node, self.finder))
-                for node in plan.graph.nodes
-            ]
-            for key, plan in plans.items()
-        }
-
-    @functools.cache  # noqa: B019
     def _numbers(self, rule: StoreRule) -> Mapping[int, int]:
         """The positions that a rule without a number is for, each with its number in its function.
 
         Operations that are not on the tape are counted, too.
         """
-        counted = {
-            key: {
-                index: number
-                for number, index in enumerate(
-                    index for index, place in enumerate(written) if rule.matches(*place)
-                )
+        if rule not in self._positions:
+            counted = {
+                key: {index: number for number, index in enumerate(matches.without_number(rule))}
+                for key, matches in self._matches.items()
             }
-            for key, written in self._written.items()
-        }
-        return {
-            position: counted[id(place.plan)][place.index]
-            for position, place in enumerate(self.places)
-            if place.index in counted[id(place.plan)]
-            and (place.is_dear or rule.op is not None)
-            and not place.is_fixed
-        }
+            self._positions[rule] = {
+                position: counted[id(place.plan)][place.index]
+                for position, place in enumerate(self.places)
+                if place.index in counted[id(place.plan)]
+                and (place.is_dear or rule.op is not None)
+                and not place.is_fixed
+            }
+        return self._positions[rule]
 
     def _rules(self, members: frozenset[int]) -> Iterator[StoreRule]:
         """Rules that are for all of some operations, the simplest first."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from halfstep._autocast import stored_bytes
 from halfstep._policy import Policy, StoreOutcome, StoreRule
-from halfstep._preflight.planning.addresses import Family, Group, families, groups as make_groups
+from halfstep._preflight.planning.addresses import Addresses, Family, Group
 from halfstep._preflight.planning.candidates import Place, Tape
 from halfstep._preflight.planning.selection import Form, Problem, Recomputation, Selection
 from halfstep._preflight.target.accelerators import Accelerator
@@ -81,7 +81,8 @@ def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()
         accelerator: Says how long reading and writing takes.
         lossy: The forms of few bits that may be used.
     """
-    groups = make_groups(tape.places)
+    addresses = Addresses(tape.places)
+    groups = addresses.groups
     numbers: dict[tuple[int, int], int] = {}
     group_of: list[int | None] = []
     owner = {place: number for number, group in enumerate(groups) for place in group.places}
@@ -106,7 +107,7 @@ def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()
     )
     needed = frozenset(numbers[key] for key in tape.needed)
     problem = Problem(operations, forms, tuple(group_of), needed, required)
-    return Choices(tuple(groups), tuple(families(groups, tape.places)), problem, tape)
+    return Choices(groups, addresses.families, problem, tape)
 
 
 def _forms(

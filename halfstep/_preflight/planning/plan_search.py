@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from halfstep._autocast import Plan, TracedCall, decided, observed
+from halfstep._autocast import Plan, collected_plans, decided
 from halfstep._base import Progress, size
 from halfstep._policy import Policy, StoreOutcome
 from halfstep._preflight.planning.budget import parse_budget
@@ -183,13 +183,7 @@ class _MakerSearch:
     @contextlib.contextmanager
     def observing(self) -> Generator[list[Plan]]:
         """Collect the plans of all calls of rewritten functions in a step that is traced here."""
-        found: list[Plan] = []
-
-        def observer(call: TracedCall, arrays: Sequence[Any]) -> Sequence[Any]:
-            found.append(call.plan)
-            return arrays
-
-        with observed(observer):
+        with collected_plans() as found:
             yield found
         if not found:
             raise PreflightError(

@@ -20,11 +20,13 @@ from halfstep._base import (
     check_files,
     check_nothing_added,
     digests,
+    flush,
     is_key,
     read_json,
     seal,
     sealed_files,
     type_of,
+    without_key_type,
 )
 from halfstep._training import Verdict
 
@@ -104,7 +106,7 @@ class Capture:
         # NumPy has no typed keys: they are stored as integers, with the name of their
         # implementation.
         impls = {path: str(jax.random.key_impl(x)) for path, x in pairs if is_key(x)}
-        arrays = [jax.random.key_data(x) if is_key(x) else x for x in call.arrays]
+        arrays = [without_key_type(x) for x in call.arrays]
 
         def save(*values: Any) -> None:
             self._save({path: np.asarray(x) for path, x in zip(paths, values, strict=True)}, impls)
@@ -145,6 +147,7 @@ class Capture:
         (path / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
         # The list of hashes comes last: a capture without it is not whole.
         seal(path, where=path)
+        flush(path)
         return path
 
 
@@ -161,7 +164,7 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
         The arguments with the arrays of the capture; those by name after the others.
 
     Raises:
-        ValueError: If the directory is no whole capture, is damaged, or is of other arguments.
+        ValueError: If the directory is incomplete, damaged, or of other arguments.
 
     Example:
         ```python
@@ -181,7 +184,7 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
     path = pathlib.Path(directory).absolute()
     if not (path / SUMS).is_file():
         raise ValueError(
-            f"{path} is no capture, or one that was interrupted: {SUMS} is missing. Give one of "
+            f"{path} is not a complete capture: {SUMS} is missing. Give one of "
             "the numbered directories that `debug.Capture` has written"
         )
     call = _flat(args, kwargs)
@@ -219,9 +222,7 @@ def _verified(path: pathlib.Path) -> dict[str, Any]:
     fields = {"paths": list, "keys": dict, "digests": list}
     for name, kind in fields.items():
         if not isinstance(about, dict) or not isinstance(about.get(name), kind):
-            raise DamagedFolderError(
-                f"`{_ABOUT}` has no {name!r}, or one that is no {kind.__name__}"
-            )
+            raise DamagedFolderError(f"`{_ABOUT}` must have a {kind.__name__} named {name!r}")
     texts = (*about["paths"], *about["keys"], *about["keys"].values(), *about["digests"])
     if not all(isinstance(text, str) for text in texts):
         raise DamagedFolderError(f"`{_ABOUT}` has something else where a text must be")

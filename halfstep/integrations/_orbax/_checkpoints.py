@@ -387,7 +387,7 @@ class Checkpoints:
         """Take the lock, on process 0."""
         holder, reason = None, None
         if jax.process_index() == 0:
-            reason = _files.why_not_writable(self._directory, 0)
+            reason = _files.why_not_writable(self._directory)
             holder = self._lock.acquire() if reason is None else None
         self._refuse(agree(reason))
         holder = agree(holder)
@@ -399,7 +399,7 @@ class Checkpoints:
 
     def _check_room(self, needed: int) -> None:
         is_first = jax.process_index() == 0
-        reason = _files.why_not_writable(self._directory, needed) if is_first else None
+        reason = _files.why_no_room(self._directory, needed) if is_first else None
         self._refuse(agree(reason))
 
     def _refuse(self, reason: str | None) -> None:

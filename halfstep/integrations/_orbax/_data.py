@@ -31,6 +31,6 @@ def set_state(data: Iterator, saved: object) -> None:
     """Let an iterator go where it was.
 
     Raises:
-        DamagedFolderError: If what was saved is no state.
+        DamagedFolderError: If what was saved is not the state of an iterator.
     """
     data.set_state(decoded(saved, "the state of the data iterator"))

@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from halfstep._base import SUMS, is_in_file_system, seal, size
+from halfstep._base import SUMS, flush, is_in_file_system, seal, size
 
 STATE, ABOUT = "state", "about"
 MANIFEST = "manifest.json"
@@ -62,9 +62,10 @@ class AboutHandler(ocp.CheckpointHandler):
             final = name.replace(f"{directory.name}/", f"{ABOUT}/", 1)
             return final if is_sealed(final) else None
 
-        # When Orbax renames the folder, the step counts as written. A machine that loses its power
-        # a moment later must find the content behind that name: `seal` flushes it.
         seal(directory.parent, where=directory, name_of=name_of, key=self._key)
+        # When Orbax renames the folder, the step counts as written. A machine that loses its power
+        # a moment later must find the content behind that name.
+        flush(directory.parent)
 
 
 @ocp.args.register_with_handler(AboutHandler, for_save=True)
@@ -107,8 +108,8 @@ def _is_step(path: epath.Path) -> bool:
     return is_number and str(int(path.name)) == path.name and path.is_dir()
 
 
-def why_not_writable(folder: epath.Path, needed: int) -> str | None:
-    """Why so many bytes cannot be written to a folder; `None` if nothing is against it."""
+def why_not_writable(folder: epath.Path) -> str | None:
+    """Why nothing can be written to a folder; `None` if something can."""
     if not is_in_file_system(folder):
         return None
     probe = folder / f".halfstep-probe-{os.getpid()}"
@@ -117,6 +118,13 @@ def why_not_writable(folder: epath.Path, needed: int) -> str | None:
         probe.unlink()
     except OSError as error:
         return f"it cannot be written to: {error}"
+    return None
+
+
+def why_no_room(folder: epath.Path, needed: int) -> str | None:
+    """Why so many bytes do not fit on the disk of a folder; `None` if they do."""
+    if not is_in_file_system(folder):
+        return None
     free = shutil.disk_usage(folder).free
     if free < needed:
         return f"the step takes up to {size(needed)}, and {size(free)} of the disk are free"

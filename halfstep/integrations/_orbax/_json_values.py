@@ -108,4 +108,6 @@ def _decoded(saved: Any) -> Any:
         dtype = np.dtype(name)
         if dtype.kind in _NUMPY and dtype.isbuiltin:
             return dtype.type(_decoded(number))
-    raise DamagedFolderError(f"there is no form {form!r:.40} of {type(content).__name__}")
+    raise DamagedFolderError(
+        f"the form {form!r:.40} ({type(content).__name__}) is not known to this version"
+    )

@@ -9,6 +9,8 @@ import platform
 import weakref
 from typing import Any
 
+from halfstep._base import is_in_file_system
+
 try:
     import fcntl
 except ImportError:  # Not on Windows, where JAX has no accelerators.
@@ -29,17 +31,13 @@ class WriterLock:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self._path = pathlib.Path(folder) / NAME
-        self._is_remote = "://" in os.fspath(folder)
+        self._has_locks = fcntl is not None and is_in_file_system(self._path)
         self._file: int | None = None
         self._close: Any = None
-        # A worker that was forked would hold the lock of a run that has died.
-        own = weakref.WeakMethod(self._leave)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=lambda: (method := own()) and method())
 
     def acquire(self) -> str | None:
         """Take the lock; returns who holds it, if it is another."""
-        if self._file is not None or self._is_remote or fcntl is None:
+        if self._file is not None or fcntl is None or not self._has_locks:
             return None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(self._path, flags, 0o644)
@@ -54,6 +52,9 @@ class WriterLock:
             os.close(file)
             return None
         self._file, self._close = file, weakref.finalize(self, os.close, file)
+        # A worker that was forked would hold the lock of a run that has died.
+        own = weakref.WeakMethod(self._leave)
+        os.register_at_fork(after_in_child=lambda: (method := own()) and method())
         about = {
             "host": platform.node(),
             "pid": os.getpid(),

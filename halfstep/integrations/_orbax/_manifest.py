@@ -87,7 +87,9 @@ def read(said: Any, step: int) -> Manifest:
     if options is not None and version > 1:
         options = decoded(options, "`options` of the manifest")
         if not isinstance(options, dict):
-            raise DamagedFolderError("`options` of the manifest is no dictionary")
+            raise DamagedFolderError(
+                f"`options` of the manifest is a {type(options).__name__}, not a dictionary"
+            )
     for name, leaf in known["leaves"].items():
         _check_leaf(leaf, f"the leaf {name[:200]!r} of the manifest")
     for name, node in known["static"].items():

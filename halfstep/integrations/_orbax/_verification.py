@@ -49,7 +49,7 @@ def verified(
     """
     try:
         if not folder.is_dir():
-            raise DamagedFolderError("there is no such folder")
+            raise DamagedFolderError("its folder is missing")
         if not any(folder.iterdir()):
             raise DamagedFolderError("its folder is empty")
         if not (folder / ABOUT).is_dir():
@@ -64,8 +64,9 @@ def verified(
             raise DamagedFolderError(f"it has no `{name}` in its list of files")
         check_files(folder, {name: listed[name]}, most=_REST)
         manifest = _manifest.read(read_json(folder, name), step)
-        own = {name: listed[name] for name in list(listed)[part::parts]}
-        check_files(folder, own, most=2 * manifest.array_bytes + _REST)
+        own = list(listed)[part::parts]
+        rest = {other: listed[other] for other in own if other != name}
+        check_files(folder, rest, most=2 * manifest.array_bytes + _REST)
     except OSError as error:
         raise DamagedFolderError(f"the step cannot be read: {error}") from error
     return manifest
