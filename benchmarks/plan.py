@@ -1,7 +1,7 @@
 """Plans for six models and four memory budgets each.
 
     python -m benchmarks.plan --json FILE --plot PNG
-    python -m benchmarks.plan --resume --json FILE
+    python -m benchmarks.plan --resume --models "U-Net" --json FILE
 
 Each model is compiled for an H100 and for a TPU v5e by XLA's own compilers, without either. The
 budgets lie between the peak with nothing stored and that with everything stored. A plan is good if
@@ -279,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the plans")
     options.add_argument("--quick", action="store_true", help="one small model")
     options.add_argument("--resume", action="store_true", help="go on with the run of FILE")
+    options.add_argument("--models", nargs="+", metavar="NAME", help="these only")
     given = options.parse_args(argv)
     rows: list[dict[str, Any]] = []
     if given.resume and given.json and pathlib.Path(given.json).exists():
@@ -291,7 +292,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # All for the H100 first: XLA's TPU compiler takes minutes for a model whose layers are written
     # out.
     made_for = models(quick=given.quick)
-    jobs = [(model, target) for target in TARGETS for model in made_for]
+    chosen = [model for model in made_for if model.name in (given.models or [model.name])]
+    jobs = [(model, target) for target in TARGETS for model in chosen]
     order = {
         (m.name, target): at for at, (m, target) in enumerate(itertools.product(made_for, TARGETS))
     }

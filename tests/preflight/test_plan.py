@@ -204,6 +204,32 @@ def test_what_is_selected_is_the_best_of_all(loss: Callable[..., Any]):
         assert found.seconds == pytest.approx(brute_force(problem, memory), rel=1e-6)
 
 
+def test_products_of_groups_cost_what_the_compiler_makes_of_them():
+    """On a GPU, each row meets the matrices of all groups; TPUs have a kernel."""
+    need("cuda")
+    experts, rows = 4, 1024
+
+    def loss(params: Any, x: Any) -> Any:
+        sizes = jnp.full(experts, rows // experts, jnp.int32)
+        return jnp.mean(jnp.tanh(jax.lax.ragged_dot(x, params, sizes)))
+
+    args = (
+        jax.ShapeDtypeStruct((experts, WIDTH, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32),
+    )
+    with collected_plans() as plans:
+        jax.eval_shape(make_step(loss)("bf16,store:op:*=recompute"), *args)
+    on_gpu, on_tpu = (
+        sum(place.flops for place in tape(plans, ACCELERATORS[name]).places)
+        for name in ("h100", "v5e")
+    )
+    found = halfstep.preflight(
+        halfstep.autocast(loss, "bf16"), args, targets="h100", gemm="library", progress=False
+    )["h100"].contraction_flops()
+    assert found == {"bfloat16": on_gpu}
+    assert on_gpu == experts * on_tpu
+
+
 @pytest.mark.parametrize(
     ("loss", "target", "budget"),
     [

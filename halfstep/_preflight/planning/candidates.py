@@ -251,6 +251,10 @@ def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, floa
     if not plan.decisions[index].barrier:
         return written / 8, 0.0
     count = operation_flops(node.name, node.params, ins, outs)
+    if node.name.startswith("ragged_dot") and accelerator.platform == "cuda":
+        # XLA has no kernel for it on GPUs: every row meets the matrices of all groups, and what is
+        # not of its own group is masked. TPUs have one.
+        count *= ins[2].shape[-1]
     name = np.dtype(plan.settings.compute).name
     rate = accelerator.peak_flops.get(name) or max(accelerator.peak_flops.values())
     read = held_bytes(plan, [x for x in node.ins if not isinstance(x, Constant)])
