@@ -16,6 +16,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import halfstep
 from halfstep import DynamicLossScaling, debug
+from halfstep._base import jaxprs_in
+from halfstep._program import equations, structure_of
+from halfstep._program.structures import Structure
 
 pytestmark = pytest.mark.core
 WIDTH, LAYERS = 32, 3
@@ -143,6 +146,16 @@ def pallas_call(w, x):
     return jnp.mean(jnp.tanh(_pallas_product(x, w[0])) ** 2)
 
 
+def linear_solve(w, x):
+    def times(v):
+        return v + 0.01 * w[0] @ v
+
+    def solve(matvec, b):
+        return jax.lax.fori_loop(0, 3, lambda _, v: v + (b - matvec(v)), b)
+
+    return jnp.mean(jax.lax.custom_linear_solve(times, x[0], solve, transpose_solve=solve) ** 2)
+
+
 FEW = ("remat in scan", "vmap of while", "cond", "custom_vjp", "ragged_dot")
 ROWS = {
     "scan": Row(scan, "scan x3"),
@@ -178,6 +191,22 @@ def data() -> tuple[jax.Array, jax.Array]:
 
 def relative(found: Any, expected: Any) -> float:
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def test_every_operation_that_holds_functions_is_read():
+    """A kind that `control_flow` does not read would run as it is written, in silence."""
+    losses = [linear_solve, *(row.loss for row in ROWS.values())]
+    programs = [jax.make_jaxpr(loss)(*data()).jaxpr for loss in losses]
+    found = {
+        eqn.primitive.name: structure_of(eqn.primitive.name, eqn.params)
+        for program in programs
+        for eqn in equations(program)
+        if any(jaxprs_in(eqn.params))
+    }
+    assert [name for name, structure in found.items() if structure is None] == []
+    bases = (Structure, *Structure.__subclasses__())
+    kinds = {kind for base in bases for kind in base.__subclasses__() if kind.names}
+    assert {type(structure) for structure in found.values()} == kinds
 
 
 @pytest.mark.rows(12)
