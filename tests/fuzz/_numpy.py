@@ -47,6 +47,7 @@ EXACT_MOVES = frozenset(
         "squeeze",
         "stack",
         "stop_gradient",
+        "tile",
         "top_k",
         "transpose",
         "unstack",
@@ -93,6 +94,49 @@ def _dot(left: np.ndarray, right: np.ndarray, *, dimension_numbers: Any, **_: An
     free += [name for place, name in enumerate(spelled) if place not in used]
     text = f"{''.join(of_left)},{''.join(spelled)}->{''.join(batch + free)}"
     return np.asarray(np.einsum(text, left, right))
+
+
+def _convolution(
+    left: np.ndarray,
+    right: np.ndarray,
+    *,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    **_: Any,
+) -> np.ndarray:
+    left = np.transpose(left, dimension_numbers.lhs_spec)
+    right = np.transpose(right, dimension_numbers.rhs_spec)
+    zero = np.zeros((), left.dtype)
+    edges = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
+    left = _pad(left, zero, padding_config=[(0, 0, 0)] * 2 + edges)
+    spread = [(0, 0, step - 1) for step in rhs_dilation]
+    right = _pad(right, zero, padding_config=[(0, 0, 0)] * 2 + spread)
+    groups = feature_group_count * batch_group_count
+    # Every group has its own channels, or its own examples, and its own filters.
+    parts = np.split(left, groups, 1 if feature_group_count > 1 else 0)
+    filters = np.split(right, groups, 0)
+    places = "wxyz"[: len(window_strides)]
+    inner = places.upper()
+    strided = [slice(None, None, step) for step in window_strides]
+    made = []
+    for part, kernel in zip(parts, filters, strict=True):
+        # A window that is larger than the array is nowhere: the result is empty.
+        lacking = np.maximum(np.subtract(kernel.shape, part.shape)[2:], 0)
+        large = np.pad(part, [(0, 0)] * 2 + [(0, more) for more in lacking])
+        windows = np.lib.stride_tricks.sliding_window_view(
+            large, kernel.shape[2:], tuple(range(2, part.ndim))
+        )
+        windows = windows[..., *strided, *[slice(None)] * len(places)]
+        counted = [slice(0, 0) if more else slice(None) for more in lacking]
+        windows = windows[:, :, *counted]
+        made.append(np.einsum(f"ni{places}{inner},oi{inner}->no{places}", windows, kernel))
+    out = np.concatenate(made, 1)
+    return np.transpose(out, np.argsort(dimension_numbers.out_spec))
 
 
 def _pad(value: np.ndarray, fill: np.ndarray, *, padding_config: Any) -> np.ndarray:
@@ -253,6 +297,7 @@ def _rules() -> dict[str, Rule]:
         "ceil": np.ceil,
         "clamp": _clamp,
         "cos": np.cos,
+        "conj": np.conj,
         "cosh": np.cosh,
         "digamma": special.digamma,
         "div": _quotient,
@@ -280,6 +325,7 @@ def _rules() -> dict[str, Rule]:
         "ne": np.not_equal,
         "neg": np.negative,
         "not": np.invert,
+        "one_minus_square": lambda value: (1 - value) * (1 + value),
         "or": np.bitwise_or,
         "pow": _power,
         "real": np.real,
@@ -303,6 +349,7 @@ def _rules() -> dict[str, Rule]:
         "broadcast_in_dim": _broadcast,
         "concatenate": lambda *values, dimension: np.concatenate(values, dimension),
         "convert_element_type": _convert,
+        "conv_general_dilated": _convolution,
         "copy": _same,
         "copy_p": _same,
         "cumlogsumexp": _accumulate(np.logaddexp),
@@ -330,8 +377,11 @@ def _rules() -> dict[str, Rule]:
         "round": _round,
         "slice": _slice,
         "split": _split,
+        "stack": lambda *values, axis: np.stack(values, axis),
         "squeeze": lambda value, *, dimensions: np.squeeze(value, tuple(dimensions)),
+        "tile": lambda value, *, reps: np.tile(value, tuple(reps)),
         "transpose": lambda value, *, permutation: np.transpose(value, tuple(permutation)),
+        "unstack": lambda value, *, axis: list(np.moveaxis(value, axis, 0)),
     }
 
 

@@ -1,5 +1,7 @@
 """The oracle finds what is planted, and its parts agree with JAX."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,33 @@ def test_without_rounding_it_is_what_jax_computes(seed: int) -> None:
             size = max(np.abs(theirs).max(), 1e-3)
             # Programs have casts to 16 bits of their own.
             np.testing.assert_allclose(mine / size, theirs / size, atol=2.0**-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "SAME"},
+        {"padding": [(1, 2), (-1, 3)], "window_strides": (2, 1)},
+        {"padding": [(0, 1), (2, 0)], "lhs_dilation": (2, 3), "rhs_dilation": (1, 2)},
+        {"padding": "VALID", "feature_group_count": 2},
+        {"padding": "VALID", "batch_group_count": 2},
+        {"padding": "VALID", "rhs_dilation": (3, 1)},
+        {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")},
+    ],
+)
+def test_convolutions_are_those_of_jax(options: dict[str, Any]) -> None:
+    options = {"window_strides": (1, 1), **options}
+    left, right = np.random.default_rng(0).integers(-3, 4, (2, 4, 4, 6, 5)).astype(np.float32)
+    right = right[:, : 4 // options.get("feature_group_count", 1), :3, :2]
+    if "dimension_numbers" in options:
+        left, right = left.transpose(0, 2, 3, 1), right.transpose(2, 3, 1, 0)
+
+    def function(left: Any, right: Any) -> Any:
+        return jax.lax.conv_general_dilated(left, right, **options)
+
+    (got,) = Evaluator()(jax.make_jaxpr(function)(left, right), [left, right])
+    # Small whole numbers: every order of a sum is exact.
+    np.testing.assert_array_equal(got, function(left, right))
 
 
 def test_random_rounding_stays_within_a_unit_and_is_fair() -> None:
