@@ -186,9 +186,7 @@ class Evaluator:
             results = _bound(equation, values, self)
         outs = [variable.aval for variable in equation.outvars]
         results = [
-            result
-            if is_key(aval) or isinstance(result, Tracer)
-            else np.asarray(result).astype(wide(aval.dtype))
+            result if is_key(aval) else _widely_held(result, aval.dtype)
             for result, aval in zip(results, outs, strict=True)
         ]
         if name in EXACT_MOVES:
@@ -320,6 +318,13 @@ def _written(program: ClosedJaxpr) -> Iterator[np.ndarray]:
                 yield np.asarray(atom.val, np.float32)
         for inner in jaxprs_in(equation.params):
             yield from _written(inner)
+
+
+def _widely_held(value: Any, dtype: Any) -> Any:
+    """A result in float64, also one of an operation that makes no other dtype than its own."""
+    if isinstance(value, Tracer):
+        return jax.lax.convert_element_type(value, wide(dtype))
+    return np.asarray(value).astype(wide(dtype))
 
 
 def _constant(value: Any, dtype: Any) -> Any:

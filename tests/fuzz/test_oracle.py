@@ -1,5 +1,6 @@
 """The oracle finds what is planted, and its parts agree with JAX."""
 
+import functools
 from typing import Any
 
 import jax
@@ -72,6 +73,19 @@ def test_convolutions_are_those_of_jax(options: dict[str, Any]) -> None:
     (got,) = Evaluator()(jax.make_jaxpr(function)(left, right), [left, right])
     # Small whole numbers: every order of a sum is exact.
     np.testing.assert_array_equal(got, function(left, right))
+
+
+def test_bits_in_a_shard_map_are_held_in_float64() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    def function(x: Any) -> Any:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return 2 * x - jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    x = np.arange(4, dtype=np.float32)
+    (got,) = Evaluator()(jax.make_jaxpr(function)(x), [x])
+    np.testing.assert_array_equal(got, x)
 
 
 def test_random_rounding_stays_within_a_unit_and_is_fair() -> None:
