@@ -86,7 +86,9 @@ def rendered(name: str, node: Definition) -> Iterator[str]:
             inner = names_of(member)
             if isinstance(member, ast.FunctionDef):
                 if member.name in ("__init__", "__call__") or not member.name.startswith("_"):
-                    marks = "".join(f"@{ast.unparse(mark)} " for mark in member.decorator_list)
+                    found = [ast.unparse(mark) for mark in member.decorator_list]
+                    # That arguments are checked is not part of how a function is called.
+                    marks = "".join(f"@{mark} " for mark in found if "checked" not in mark)
                     yield f"    {marks}{member.name}{signature(member)}"
             elif inner and not inner[0].startswith("_"):
                 yield f"    {ast.unparse(member)}"

@@ -34,7 +34,7 @@ ROWS = [
     (
         "TypeError",
         "a policy is a Policy or a text such as 'bf16'",
-        "hs.filter_grad(loss, policy=jnp.float16)",
+        "as_policy(jnp.float16)",
     ),
     (
         "TypeError",
@@ -66,7 +66,7 @@ ROWS = [
     (
         "ValueError",
         "kind must be one of split16, split8, float32, stochastic; got 'split12'",
-        'hs.optim.master(None, "split12")',
+        'hs.optim.master(optax.sgd(0.1), "split12")',
     ),
     (
         "ValueError",
@@ -141,7 +141,9 @@ ROWS = [
 PROGRAM = """
 import json, sys
 import jax.numpy as jnp
+import optax
 import halfstep as hs
+from halfstep._policy import as_policy
 from halfstep._training.gate import gated
 
 def loss(w, x):

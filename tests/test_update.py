@@ -186,6 +186,6 @@ def test_extra_arguments_that_the_optimizer_does_not_take():
 def test_something_else_than_an_optimizer():
     model, optimizer = {"w": jnp.ones(3)}, optax.sgd(1.0)
     state = optimizer.init(model)
-    message = "must be an Optax optimizer, such as .*; got dict. Write optimizer_update"
+    message = "`optimizer` must be an Optax optimizer, such as .*; got dict. Write optimizer_update"
     with pytest.raises(TypeError, match=message):
         inspect.unwrap(halfstep.optimizer_update)(optimizer, model, model, True, state)

@@ -18,10 +18,11 @@ from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
 from halfstep._autocast.saved.stores import Saves
 from halfstep._autocast.tracing import TracedCall, trace
-from halfstep._base import DTypeLike, dtype_name, listed, parse_dtype
+from halfstep._base import DTypeLike, checked, dtype_name, listed, parse_dtype
 from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy
 
 
+@checked
 def autocast(
     func: Callable[..., Any],
     policy: Policy | str = "bf16",
@@ -87,6 +88,12 @@ def autocast(
     """
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
+    if scaling is not None and not hasattr(scaling, "slots"):
+        raise TypeError(
+            "`scaling` of `autocast` must be the state of a recipe, or None; got "
+            f"{type(scaling).__name__}. Pass what F8Scaling.init returns; a loss is scaled by "
+            "filter_grad and filter_value_and_grad."
+        )
     state = None if scaling is None else scaling.slots(scaling.probes())
     check_state(policy, has_state=state is not None)
     return rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)

@@ -1,5 +1,10 @@
 """What everything else is made of: formats, trees, calls, what people see, and JAX's programs."""
 
+from halfstep._base.arguments import (
+    check_fields as check_fields,
+    checked as checked,
+    checked_but as checked_but,
+)
 from halfstep._base.calls import (
     Arguments as Arguments,
     FlatCall as FlatCall,

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+import numpy as np
 
 from halfstep._base.trees import (
     MarkedLeaf,
@@ -40,7 +41,8 @@ def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
 def listed(which: _W | Sequence[_W]) -> tuple[_W, ...]:
     """Arguments that are named one by one, or one alone: by position or name."""
     # A name is a sequence of letters as well: it is asked for first.
-    return cast("tuple[_W, ...]", (which,) if isinstance(which, int | str) else tuple(which))
+    is_one = isinstance(which, int | np.integer | str)
+    return cast("tuple[_W, ...]", (which,) if is_one else tuple(which))
 
 
 class Arguments:

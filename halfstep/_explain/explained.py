@@ -19,7 +19,7 @@ from halfstep._autocast import (
     settings_of,
     trace,
 )
-from halfstep._base import FlatCall, listed, size
+from halfstep._base import FlatCall, checked, listed, size
 from halfstep._explain.cotangents import scale_sensitive
 from halfstep._explain.entries import is_float, name_of
 from halfstep._explain.explain_report import ExplainReport
@@ -47,6 +47,7 @@ from halfstep._program import Finder
 _MEBIBYTE = 2**20
 
 
+@checked
 def explain(
     func: Callable[..., Any],
     policy: Policy | str = "bf16",

@@ -15,6 +15,7 @@ from halfstep._base import (
     DTypeLike,
     MarkedLeaf,
     cast,
+    checked,
     half_dtype,
     marked_leaves,
     match_rules,
@@ -96,6 +97,7 @@ def _cast_leaves(
     return out
 
 
+@checked
 def cast_tree(tree: T, dtype: DTypeLike, *, keep: Sequence[str] = (), float64: bool = False) -> T:
     """Cast the floating-point array leaves of a pytree.
 
@@ -228,6 +230,7 @@ def _cast_result(result: T, dtype: DTypeLike) -> T:
     return jtu.tree_unflatten(jtu.tree_structure(result), cast)
 
 
+@checked
 def cast_function(
     func: Callable[..., T],
     dtype: DTypeLike,

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from halfstep._base import check_fields
+
 Element = Literal["e4m3", "e5m2", "e2m1"]
 Per = Literal["tensor", "row", "block", "tile"]
 Rounding = Literal["nearest", "stochastic"]
@@ -59,6 +61,7 @@ class Factor:
     rotate: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check(self, "element", get_args(Element))
         _check(self, "per", get_args(Per))
         _check(self, "rounding", get_args(Rounding))
@@ -157,6 +160,7 @@ class Recipe:
     experimental: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for leg in self.legs:
             first, second = leg
             # A scale per block can be taken out of a sum only where both factors change theirs at

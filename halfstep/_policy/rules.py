@@ -8,7 +8,7 @@ from typing import Any, Literal as OneOf, get_args
 
 import jax
 
-from halfstep._base import compile_rule
+from halfstep._base import check_fields, compile_rule
 
 Outcome = OneOf["compute", "float32", "widest", "follow", "as_traced", "accumulate"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
@@ -94,6 +94,7 @@ class PrecisionRule:
     where: Callable[[Operation], bool] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_outcome(self.outcome)
         if self.op is None and self.scope is None and self.where is None:
             raise ValueError(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal as OneOf, get_args
 
+from halfstep._base import check_fields
 from halfstep._policy.rules import Operation, check_place, is_at
 
 StoreOutcome = OneOf["keep", "e4m3", "e5m2", "int4", "recompute", "offload"]
@@ -64,6 +65,7 @@ class StoreRule:
     number: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_outcome(self.outcome)
         if self.op is None and self.scope is None and self.line is None:
             raise ValueError(

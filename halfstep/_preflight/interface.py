@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from halfstep._base import Progress
+from halfstep._base import Progress, checked
 from halfstep._preflight.preflight_errors import PreflightError
 from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.preflight_report import PreflightReport
@@ -24,6 +24,7 @@ from halfstep._preflight.target.targets import Target, parse_target
 class Preflight:
     """`halfstep.preflight`: compile a training step for hardware that is not there."""
 
+    @checked
     def __call__(
         self,
         step: Step | None,
@@ -130,6 +131,7 @@ class Preflight:
                 )
         return PreflightReport(tuple(entries))
 
+    @checked
     def largest_batch(
         self,
         step_for_batch: Callable[[int], tuple[Step, Sequence[Any]]],

@@ -1,7 +1,7 @@
 """The state of a recipe: what was seen of each product, and what its scales are made of."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from halfstep._autocast import OFF, Settings, Slot, named_sites, rewritten, settings_of, trace
-from halfstep._base import at_least_float32, listed, type_of, without_key_type
+from halfstep._base import at_least_float32, checked, listed, type_of, without_key_type
 from halfstep._policy import Policy, Recipe, as_policy, state_of
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
 from halfstep._training.verdict import as_predicate
@@ -107,6 +107,7 @@ class F8Scaling(AbstractLossScaling):
         self.recipe, self.off = recipe, off
 
     @staticmethod
+    @checked
     def init(
         recipe: Recipe,
         func: Callable[..., Any],
@@ -114,7 +115,7 @@ class F8Scaling(AbstractLossScaling):
         loss_scaling: AbstractLossScaling | None = None,
         key: Any = None,
         policy: Policy | str | None = None,
-        params: Any = 0,
+        params: int | str | Sequence[int | str] = 0,
         calibrate: bool = True,
         **kwargs: Any,
     ) -> "F8Scaling":

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from halfstep._base import is_array, path_string, type_of
+from halfstep._base import checked, is_array, path_string, type_of
 from halfstep._training.ledger import Ledger
 from halfstep._training.verdict import as_predicate
 
@@ -121,6 +121,7 @@ def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "l
     return eqx.combine(dynamic, static)
 
 
+@checked
 def transaction(
     finite: Any, commit: Callable[[T], T], state: T, ledger: Ledger, *, gate: Gate = "loop"
 ) -> tuple[T, Ledger]:

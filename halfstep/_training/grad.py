@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from halfstep._base import (
     Arguments,
     DTypeLike,
     at_least_float32,
+    checked_but,
     dtype_name,
     is_state_node,
     listed,
@@ -101,6 +103,7 @@ def _check_microbatches(count: int, carry: str | None, *, has_aux: bool) -> None
         )
 
 
+@checked_but("scaling")
 def filter_value_and_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None = None,
@@ -230,6 +233,7 @@ def filter_value_and_grad(
     return value_and_grad
 
 
+@checked_but("scaling")
 def filter_grad(
     func: Callable[..., Any], scaling: AbstractLossScaling | None = None, **options: Any
 ) -> Callable[..., tuple[Any, ...]]:
@@ -259,6 +263,14 @@ def filter_grad(
         assert (grads["w"] == jnp.array([0.0, 2.0, 8.0])).all()
         ```
     """
+    known = list(inspect.signature(filter_value_and_grad).parameters)[2:]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"`filter_grad` has no option {name!r}; got {options[name]!r}. Those it has are "
+                f"{', '.join(known)}. It differentiates by the first argument: give all that is "
+                "trained in one tree."
+            )
     with_value = filter_value_and_grad(func, scaling, **options)
     return without_value(with_value, has_aux=options.get("has_aux", False))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from halfstep._base import with_values
+from halfstep._base import checked, with_values
 from halfstep._training.f8_scaling import F8Scaling
 from halfstep._training.verdict import Verdict, as_predicate
 
@@ -69,6 +69,7 @@ class Ledger(eqx.Module):
     # Static, as the scaling's `off` is: a step is compiled anew when a product falls back.
     fallbacks: tuple[tuple[str, int], ...] = eqx.field(static=True)
 
+    @checked
     def __init__(self, *, limit: int | None = None, fallbacks: tuple[tuple[str, int], ...] = ()):
         if limit is not None and (limit != int(limit) or limit < 1):
             raise ValueError(f"`limit` must be None or a whole number, 1 or more; got {limit}.")

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from halfstep._base import at_least_float32, is_inexact, with_values
+from halfstep._base import at_least_float32, checked, is_inexact, with_values
 from halfstep._training.verdict import as_predicate
 
 T = TypeVar("T")
@@ -21,7 +21,13 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 def power_of_two(value: SupportsFloat, name: str) -> float:
     """Validate a concrete scale. A power of two only moves the exponent: scaling never rounds."""
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`{name}` must be a number, such as 2.0**15; got {repr(value)[:60]} "
+            f"({type(value).__name__})."
+        ) from None
     if not (math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5):
         below = 2.0 ** math.floor(math.log2(number)) if 0 < number < math.inf else 2.0**15
         raise ValueError(
@@ -126,6 +132,7 @@ class DynamicLossScaling(AbstractLossScaling):
     period: int = eqx.field(static=True)
     factor: float = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         loss_scaling: Any = 2.0**15,
@@ -141,8 +148,8 @@ class DynamicLossScaling(AbstractLossScaling):
         self.factor = power_of_two(factor, "factor")
         if not self.min_loss_scaling <= initial <= self.max_loss_scaling:
             raise ValueError(
-                f"`loss_scaling` must lie between the floor {self.min_loss_scaling:g} and the "
-                f"ceiling {self.max_loss_scaling:g}; got {initial:g}."
+                f"`loss_scaling` must lie between `min_loss_scaling`, {self.min_loss_scaling:g}, "
+                f"and `max_loss_scaling`, {self.max_loss_scaling:g}; got {initial:g}."
             )
         if self.factor < 2:
             raise ValueError(f"`factor` must be 2 or a larger power of two; got {self.factor:g}.")
@@ -209,6 +216,7 @@ class StaticLossScaling(AbstractLossScaling):
 
     loss_scaling: Float[Array, "..."]
 
+    @checked
     def __init__(self, loss_scaling: Any):
         self.loss_scaling = jnp.asarray(power_of_two(loss_scaling, "loss_scaling"), jnp.float32)
 

@@ -3,9 +3,11 @@
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
+import jax
 import optax
 from jaxtyping import PyTree
 
+from halfstep._base import checked, checked_but
 from halfstep._training.gate import gated
 from halfstep._training.verdict import as_predicate
 
@@ -23,6 +25,7 @@ class StepsInPlace(Protocol):
         ...
 
 
+@checked
 def apply_gradients(
     model: M,
     optimizer: optax.GradientTransformation,
@@ -60,11 +63,42 @@ def apply_gradients(
     if isinstance(optimizer, StepsInPlace):
         params, optimizer_state = optimizer.step(params, optimizer_state, grads, **extra_args)
         return eqx.combine(params, model), optimizer_state
-    updates, optimizer_state = optimizer.update(grads, optimizer_state, params, **extra_args)
-    params = optax.apply_updates(params, updates)
-    return eqx.combine(params, model), optimizer_state
+    try:
+        updates, new_state = optimizer.update(grads, optimizer_state, params, **extra_args)
+        new_params: Any = optax.apply_updates(params, updates)
+    except Exception as error:
+        # Optax maps over all of them at once, and says of none of them that it is wrong.
+        _check_trees(params, optimizer, optimizer_state, grads, error)
+        raise
+    return eqx.combine(new_params, model), new_state
 
 
+def _check_trees(
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    state: PyTree,
+    grads: PyTree,
+    error: Exception,
+) -> None:
+    """Say which tree does not match the model, if one does not."""
+    wanted, given = jax.tree.structure(params), jax.tree.structure(grads)
+    if wanted != given:
+        raise ValueError(
+            f"`grads` must have the structure of the model's inexact arrays, {wanted}; got {given}."
+            " Pass what `filter_grad` returns for this model."
+        ) from error
+    wanted, given = (
+        jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params)),
+        jax.tree.structure(state),
+    )
+    if wanted != given:
+        raise ValueError(
+            f"`optimizer_state` must be the state of this optimizer for this model, {wanted}; got "
+            f"{given}. Make it with optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
+        ) from error
+
+
+@checked_but("optimizer")
 def optimizer_update(
     model: M,
     optimizer: optax.GradientTransformation,
@@ -106,13 +140,14 @@ def optimizer_update(
     """
     if not callable(getattr(optimizer, "init", None)):
         raise TypeError(
-            "the second argument must be an Optax optimizer, such as optax.adamw(1e-3); got "
+            "`optimizer` must be an Optax optimizer, such as optax.adamw(1e-3); got "
             f"{type(optimizer).__name__}. Write optimizer_update(model, optimizer, "
             "optimizer_state, grads, finite)."
         )
+    predicate = as_predicate(grads_finite, "grads_finite")
     if isinstance(optimizer, StepsInPlace):
         # It skips by itself, in place: a gate around it would have to hold both states at once.
-        finite = {} if as_predicate(grads_finite) is None else {"finite": grads_finite}
+        finite = {} if predicate is None else {"finite": grads_finite}
         return apply_gradients(model, optimizer, optimizer_state, grads, **finite, **extra_args)
 
     def commit(state: tuple[M, Any]) -> tuple[M, Any]:

@@ -231,8 +231,12 @@ def _told_where() -> Generator[None, None, None]:
         raise
 
 
-def as_predicate(finite: object) -> jax.Array | np.ndarray | bool | None:
+def as_predicate(finite: object, name: str = "finite") -> jax.Array | np.ndarray | bool | None:
     """Return a verdict or a boolean as a predicate; `None` for "not checked, always apply".
+
+    Args:
+        finite: The verdict.
+        name: Of the parameter, for the message.
 
     Raises:
         TypeError: If it is neither.
@@ -244,7 +248,7 @@ def as_predicate(finite: object) -> jax.Array | np.ndarray | bool | None:
     dtype, shape = getattr(finite, "dtype", None), getattr(finite, "shape", None)
     if dtype != np.dtype(bool) or shape != ():
         raise TypeError(
-            "required a boolean scalar or the verdict of a gradient transform; got "
+            f"`{name}`: required a boolean scalar or the verdict of a gradient transform; got "
             f"{type(finite).__name__} of dtype {dtype} and shape {shape}. "
             "For arrays, reduce first: halfstep.all_finite(tree)."
         )

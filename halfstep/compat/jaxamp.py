@@ -326,8 +326,14 @@ def dynamic_scale_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad(
-        *args: Any, dynamic_scaler_state: _Scaling, **kwds: Any
+        *args: Any, dynamic_scaler_state: _Scaling | None = None, **kwds: Any
     ) -> tuple[_Scaling, Any]:
+        if not isinstance(dynamic_scaler_state, _training.AbstractLossScaling):
+            raise TypeError(
+                "`dynamic_scaler_state` must be a DynamicScalerState, given by name; got "
+                f"{type(dynamic_scaler_state).__name__}. Pass the one of the last step, and "
+                "DynamicScalerState() to the first."
+            )
         if not redo_on_nan:
             state, _, result = attempt(dynamic_scaler_state, args, kwds)
             return state, result

@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+import jax
 import jax.tree_util as jtu
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from halfstep._base import argument_names, listed
+from halfstep._base import argument_names, checked, listed
 from halfstep._policy import Policy
 from halfstep._training import (
     AbstractLossScaling,
@@ -181,6 +182,7 @@ class _ModuleCall:
         nnx.update(self.objects, nnx.from_flat_state({**new, **_flat(created)}))
 
 
+@checked
 def value_and_grad(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None = None,
@@ -299,6 +301,7 @@ def value_and_grad(
     return with_objects
 
 
+@checked
 def grad(
     func: Callable[..., Any], scaling: AbstractLossScaling | None = None, **options: Any
 ) -> Callable[..., tuple[Any, ...]]:
@@ -330,6 +333,7 @@ def grad(
     return without_value(with_value, has_aux=options.get("has_aux", False))
 
 
+@checked
 def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwargs: Any) -> None:
     """`optimizer.update(model, grads)` in place if the gradients are finite, else nothing.
 
@@ -373,7 +377,18 @@ def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwar
         # Fresh objects: those of the caller cannot be changed inside the gate's own trace.
         inner_model = nnx.merge(model_def, state[0], rest, copy=True)
         inner_optimizer = nnx.merge(optimizer_def, state[1], copy=True)
-        inner_optimizer.update(inner_model, grads, **kwargs)
+        try:
+            inner_optimizer.update(inner_model, grads, **kwargs)
+        except Exception as error:
+            # Flax maps over both at once, and says of neither that it is wrong.
+            wanted, given = jax.tree.structure(state[0]), jax.tree.structure(grads)
+            if wanted == given:
+                raise
+            raise ValueError(
+                "`grads` must have the structure of the variables of `model` that the optimizer "
+                f"trains, {wanted}; got {given}. Pass the model that the optimizer was made with, "
+                "and what `grad` returns for it."
+            ) from error
         return nnx.state(inner_model, optimizer.wrt), nnx.state(inner_optimizer)
 
     params, optimizer_state = gated(finite, commit, (params, optimizer_state))

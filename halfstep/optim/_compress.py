@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Key, PyTree
 
-from halfstep._base import compile_rule, match_rules, path_string, type_of
+from halfstep._base import checked, compile_rule, match_rules, path_string, type_of
 from halfstep._training import gated
 from halfstep.optim._layout import options_of, shards_of
 from halfstep.optim._state import StateError
@@ -85,12 +86,13 @@ class CompressedState(NamedTuple):
     inner: Any
 
 
+@checked
 def compress(
     tx: optax.GradientTransformation,
     *,
     codes: Mapping[str, str | None] = _NO_RULES,
     min_size: int | None = None,
-    scale_dtype: Any = "bfloat16",
+    scale_dtype: DTypeLike = "bfloat16",
     rounding: str = "nearest",
     seed: int | None = None,
 ) -> Transformation:

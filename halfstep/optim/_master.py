@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Key, PyTree
 
-from halfstep._base import is_inexact, type_of
+from halfstep._base import checked, is_inexact, type_of
 from halfstep._training import gated
 from halfstep.optim._layout import options_of, zeros
 from halfstep.optim._state import StateError
@@ -43,11 +44,12 @@ class MasterState(NamedTuple):
     inner: Any
 
 
+@checked
 def master(
     tx: optax.GradientTransformation,
     kind: Kind = "split16",
     *,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     min_size: int | None = None,
     seed: int | None = None,
 ) -> Transformation:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
+from halfstep._base import checked
 from halfstep.kernels.flash_update import Implementation
 from halfstep.optim._flash import FlashRule, Number, flash
 from halfstep.optim._layout import MasterBits, Rounding, options_of
@@ -14,6 +15,7 @@ from halfstep.optim._transform import Transformation
 Rate = Number | Callable[[jax.Array], ArrayLike]
 
 
+@checked
 def flash_adamw(
     learning_rate: Rate,
     b1: Number = 0.9,
@@ -25,7 +27,7 @@ def flash_adamw(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = "bfloat16",
+    scale_dtype: DTypeLike = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,
@@ -102,6 +104,7 @@ def flash_adamw(
     return flash(rule, options)
 
 
+@checked
 def flash_adam(
     learning_rate: Rate,
     b1: Number = 0.9,
@@ -111,7 +114,7 @@ def flash_adam(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = "bfloat16",
+    scale_dtype: DTypeLike = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,
@@ -164,6 +167,7 @@ def flash_adam(
     )
 
 
+@checked
 def flash_lion(
     learning_rate: Rate,
     b1: Number = 0.9,
@@ -174,7 +178,7 @@ def flash_lion(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = "bfloat16",
+    scale_dtype: DTypeLike = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,
@@ -226,6 +230,7 @@ def flash_lion(
     return flash(rule, options)
 
 
+@checked
 def flash_sgd(
     learning_rate: Rate,
     momentum: Number | None = None,
@@ -236,7 +241,7 @@ def flash_sgd(
     master_bits: MasterBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
-    scale_dtype: Any = "bfloat16",
+    scale_dtype: DTypeLike = "bfloat16",
     rounding: Rounding = "nearest",
     seed: int | None = None,
     implementation: Implementation = None,

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, PyTree
 
-from halfstep._base import at_least_float32, is_inexact
+from halfstep._base import at_least_float32, checked, is_inexact
 from halfstep._training import (
     AbstractLossScaling,
     NoLossScaling,
@@ -296,6 +296,7 @@ class Release:
         return grads if by is None else _multiply(grads, by)
 
 
+@checked
 def release(
     layer: Any,
     tx: Any,

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from halfstep._base import is_inexact
+from halfstep._base import checked, is_inexact
 from halfstep._training import as_predicate, select_tree
 
 
@@ -149,6 +149,7 @@ class ChainState(NamedTuple):
     last: Any
 
 
+@checked
 def chain(*transforms: optax.GradientTransformation) -> Transformation:
     """`optax.chain` with an optimizer of this package at its end, and with its `step`.
 

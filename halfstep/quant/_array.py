@@ -1,11 +1,13 @@
 """Arrays written in few bits: codes, and a scale for each group."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Key, Shaped
 
+from halfstep._base import checked
 from halfstep.quant._codes import Code, as_code, as_scale_dtype, scale_of
 from halfstep.quant._groups import Groups, groups_for
 from halfstep.quant._split import check_dtype, widened
@@ -31,12 +33,13 @@ class Quantized(NamedTuple):
     scale: Shaped[Array, "..."]
 
 
+@checked
 def quantize(
     value: Float32[Array, "..."],
     code: str | Code = "int8",
     *,
     groups: Groups | None = None,
-    scale_dtype: Any = "bfloat16",
+    scale_dtype: DTypeLike = "bfloat16",
     key: Key[Array, ""] | None = None,
 ) -> Quantized:
     """Write an array in few bits.
@@ -88,6 +91,7 @@ def quantize(
     return Quantized(codes, jnp.squeeze(scale, axis))
 
 
+@checked
 def dequantize(
     array: Quantized,
     code: str | Code = "int8",

@@ -5,7 +5,10 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Shaped
+
+from halfstep._base import checked
 
 SIZE = 32
 """How many elements share a scale."""
@@ -21,6 +24,7 @@ class Groups:
     Example:
         ```python
         import jax.numpy as jnp
+    import numpy as np
         from halfstep import quant
 
         groups = quant.Groups(axis=-1, size=16)
@@ -66,6 +70,7 @@ class Groups:
         return jnp.expand_dims(scale, scale.ndim + self.axis + 1)
 
 
+@checked
 def groups_for(
     shape: Sequence[int], *, shards: Sequence[int] = (), size: int = SIZE
 ) -> Groups | None:
@@ -94,9 +99,18 @@ def groups_for(
         assert quant.groups_for((8,)) is None
         ```
     """
-    if 0 in shape:
+    shape, parts = tuple(shape), tuple(shards) or (1,) * len(shape)
+    for name, given in (("shape", shape), ("shards", parts)):
+        if not all(isinstance(part, int | np.integer) and part >= 0 for part in given):
+            raise ValueError(f"`{name}` must be whole numbers, 0 or more; got {given}.")
+    if len(parts) != len(shape):
+        raise ValueError(
+            f"`shards` must have a number for each axis of `shape`, {shape}; got {parts}."
+        )
+    if size < 1:
+        raise ValueError(f"`size` must be 1 or more; got {size}.")
+    if 0 in shape or 0 in parts:
         return None
-    parts = tuple(shards) or (1,) * len(shape)
     axes = (-2, -1, *range(-3, -len(shape) - 1, -1)) if len(shape) > 1 else (-1,)
     axes = [axis for axis in axes if -axis <= len(shape)]
     full = [axis for axis in axes if shape[axis] % (size * parts[axis]) == 0]

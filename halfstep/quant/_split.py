@@ -8,11 +8,12 @@ from jax.lax import bitcast_convert_type
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float32, Int8, Int16, Shaped, UInt32
 
-from halfstep._base import type_of
+from halfstep._base import checked, type_of
 
 Low = Int16[Array, "..."] | Int8[Array, "..."]
 
 
+@checked
 def split(
     value: Float32[Array, "..."],
     *,
@@ -76,6 +77,7 @@ def split(
     return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16), low
 
 
+@checked
 def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
     """Return the float32 values that `split` has split.
 
@@ -96,9 +98,9 @@ def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
         assert 0 < abs(near - value) <= 2**-16 * value
         ```
     """
-    check_dtype(high, jnp.bfloat16, "join")
+    check_dtype(high, jnp.bfloat16, "`high` of join")
     if low.dtype not in (jnp.int8, jnp.int16):
-        raise TypeError(f"join needs the rest in int8 or int16; got {low.dtype.name}.")
+        raise TypeError(f"`low` of join needs int8 or int16; got {type_of(low)}.")
     word = bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
     size = bitcast_convert_type((word & 0x7FFF) << 16, jnp.int32)
     rest = low.astype(jnp.int32)

@@ -1,19 +1,21 @@
 """Rounding up or down at random, so that the mean is right."""
 
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import bitcast_convert_type
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Key, Shaped
 
+from halfstep._base import checked_but
 from halfstep.quant._split import check_dtype
 
 
+@checked_but("dtype")
 def stochastic_round(
-    value: Float32[Array, "..."], dtype: Any, *, key: Key[Array, ""]
+    value: Float32[Array, "..."], dtype: DTypeLike, *, key: Key[Array, ""]
 ) -> Shaped[Array, "..."]:
     """Round float32 values to one of their two neighbors in a narrower format, at random.
 
@@ -44,12 +46,16 @@ def stochastic_round(
         assert abs(jnp.mean(rounded.astype("float32")) - 1 / 3) < 1e-4
         ```
     """
-    dtype = jnp.dtype(dtype)
-    if dtype not in _WORDS:
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found not in _WORDS:
+        shown = f"a {type(dtype).__name__}" if found is None else found.name
         raise TypeError(
-            f"stochastic_round needs a dtype of {', '.join(d.name for d in _WORDS)}; got "
-            f"{dtype.name}."
+            f"stochastic_round needs a dtype of {', '.join(d.name for d in _WORDS)}; got {shown}."
         )
+    dtype = found
     check_dtype(value, jnp.float32, "stochastic_round")
     if dtype == jnp.bfloat16:
         return _to_bfloat16(value, key)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from halfstep._base import checked
+
 
 class Preemption:
     """Tells all processes after which step to save and stop, once one of them gets a SIGTERM.
@@ -30,6 +32,7 @@ class Preemption:
         ```
     """
 
+    @checked
     def __init__(self) -> None:
         self._noticed = threading.Event()
         self._before: Any = None

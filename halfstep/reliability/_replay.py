@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from halfstep._base import checked
 from halfstep.reliability._rest import differences, rest_check
 
 
@@ -27,6 +28,7 @@ class ReplayError(RuntimeError):
     """
 
 
+@checked
 def replay_check(func: Callable[..., Any], *args: Any, step: int | None = None) -> Any:
     """Compute a result twice, and compare the bits.
 

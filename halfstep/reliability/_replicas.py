@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from halfstep._base import device_sums, path_string, without_key_type
+from halfstep._base import checked, device_sums, path_string, without_key_type
 
 _SHOWN = 5
 
@@ -45,6 +45,7 @@ class ReplicaError(RuntimeError):
     """
 
 
+@checked
 def replica_check(tree: Any, *, step: int | None = None) -> None:
     """Compare the copies of every array that is on several devices, bit by bit.
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from halfstep._base import device_sums, gather_texts, path_string, without_key_type
+from halfstep._base import checked, device_sums, gather_texts, path_string, without_key_type
 
 _SHOWN = 5
 
@@ -58,6 +58,7 @@ class StateDigests:
     """Of each array two words for each device that has a part of it."""
 
 
+@checked
 def rest_check(
     state: Any, digests: StateDigests | None = None, *, step: int | None = None
 ) -> StateDigests:

@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat, SupportsInt, TextIO
 
 import jax
 
-from halfstep._base import is_compiling
+from halfstep._base import checked, is_compiling
 
 _SCRIPT = pathlib.Path(__file__).with_name("_watchdog_process.py")
 # "CPU time limit exceeded", which nothing else sends to a training job: a scheduler can tell a hang
@@ -57,6 +57,7 @@ class Watchdog:
         ```
     """
 
+    @checked
     def __init__(
         self,
         limit: SupportsFloat,

@@ -177,8 +177,11 @@ class TestDynamic:
             ({"factor": 3}, "`factor` must be a power of two"),
             ({"factor": 1}, "`factor` must be 2 or a larger power of two; got 1"),
             ({"period": 0}, "`period` must be a whole number of steps, 1 or more; got 0"),
-            ({"loss_scaling": 1, "min_loss_scaling": 2}, "must lie between the floor 2 and"),
-            ({"loss_scaling": 2.0**25}, "the ceiling 1.67772e.07; got 3.35544e.07"),
+            (
+                {"loss_scaling": 1, "min_loss_scaling": 2},
+                "between `min_loss_scaling`, 2, and",
+            ),
+            ({"loss_scaling": 2.0**25}, "`max_loss_scaling`, 1.67772e.07; got 3.35544e.07"),
         ],
     )
     def test_errors(self, arguments: dict, message: str):

@@ -111,8 +111,8 @@ def _written(text):
     [
         (_written("{"), "`about.json` is not JSON"),
         (_written("[" * 10**6), "`about.json` is not JSON: it is nested too deep"),
-        (_written("[]"), "`about.json` must have a list named 'paths'"),
-        (_about(keys=[]), "must have a dict named 'keys'"),
+        (_written("[]"), "`about.json` must have a field 'paths' of type list"),
+        (_about(keys=[]), "must have a field 'keys' of type dict"),
         (_about(digests=[]), "has not as many digests as arrays"),
         (_about(keys={"args/2": "eval"}), "names keys that JAX has not"),
         (_about(keys={"args/2": 3}), "has something else where a text must be"),

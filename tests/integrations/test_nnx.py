@@ -470,3 +470,11 @@ def test_the_verdict_names_a_parameter_of_the_module():
     ledger = halfstep.Ledger(limit=1).record(finite)
     with pytest.raises(halfstep.SkipLimitError, match="not finite is `norm/scale"):
         ledger.check(net)
+
+
+def test_gradients_of_another_model():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    message = "`grads` must have the structure of the variables of `model` that the"
+    with pytest.raises(ValueError, match=message):
+        mixed.optimizer_update(optimizer, model, {}, True)

@@ -165,9 +165,9 @@ def test_errors_say_what_is_needed():
         unchecked(quant.split)(jnp.ones(2, jnp.bfloat16))
     with pytest.raises(ValueError, match="bits must be 8 or 16; got 24"):
         unchecked(quant.split)(jnp.ones(2), bits=24)
-    with pytest.raises(TypeError, match=r"join needs bfloat16; got float32\[2\]"):
+    with pytest.raises(TypeError, match=r"`high` of join needs bfloat16; got float32\[2\]"):
         unchecked(quant.join)(jnp.ones(2), jnp.ones(2, jnp.int8))
-    with pytest.raises(TypeError, match="join needs the rest in int8 or int16; got int32"):
+    with pytest.raises(TypeError, match="`low` of join needs int8 or int16; got int32"):
         unchecked(quant.join)(jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int32))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep._base import Progress
+from halfstep._base import Progress, checked
 from halfstep._policy import Policy, as_policy
 from halfstep._preflight.planning.memory_plan import MemoryPlan
 from halfstep._preflight.planning.plan_search import MakeStep, PlanRequest, first_that_fits
@@ -13,6 +13,7 @@ from halfstep._preflight.target.mesh import MeshLike
 from halfstep._preflight.target.targets import Target, parse_target
 
 
+@checked
 def plan(
     make_step: MakeStep | Mapping[str, MakeStep],
     args: Sequence[Any],

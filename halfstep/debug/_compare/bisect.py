@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from halfstep._autocast import Plan, Rule, decided
-from halfstep._base import Progress
+from halfstep._base import Progress, checked
 from halfstep._policy import Operation, Outcome, Policy, PrecisionRule, as_policy
 from halfstep._program import Finder
 from halfstep.debug._compare.bisection import Bisection, Needed
@@ -19,6 +19,7 @@ T = TypeVar("T")
 _FEW = 16
 
 
+@checked
 def bisect(
     func: Callable[..., Any],
     batches: Sequence[Sequence[Any]],
@@ -83,9 +84,9 @@ def bisect(
         ```
     """
     policy = as_policy(policy)
-    if not batches:
+    if not len(batches):
         raise ValueError(
-            f"bisect needs at least one batch: [(params, batch), ...]; got {batches!r}."
+            f"`batches`: bisect needs at least one batch: [(params, batch), ...]; got {batches!r}."
         )
     if not isinstance(batches[0], tuple | list):
         raise TypeError(

@@ -18,6 +18,7 @@ from halfstep._autocast import (
     settings_of,
     trace,
 )
+from halfstep._base import checked
 from halfstep._explain import name_of
 from halfstep._policy import Policy, as_policy
 from halfstep._training import AbstractLossScaling, F8Scaling
@@ -30,6 +31,7 @@ from halfstep.debug._instrument.body import Body, body_of
 from halfstep.debug._instrument.layout import Layout, Sites, layout_for
 
 
+@checked
 def compare(
     func: Callable[..., Any],
     policy: Policy | str = "bf16",

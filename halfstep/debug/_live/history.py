@@ -31,6 +31,7 @@ class Part(IntEnum):
 
 
 # In the order of `Part`.
+_MOST = 2**20
 _EMPTY = (0.0, 0.0, math.inf, -math.inf, math.nan, 0.0)
 
 
@@ -47,8 +48,8 @@ class History:
     """
 
     def __init__(self, points: int):
-        if points != int(points) or points < 2 or points % 2:
-            raise ValueError(f"`points` must be an even number, 2 or more; got {points}.")
+        if points != int(points) or not 2 <= points <= _MOST or points % 2:
+            raise ValueError(f"`points` must be an even number from 2 to {_MOST:,}; got {points}.")
         self.width, self.updates, self.last = 1, 0, -1
         self._steps = np.zeros(points, np.int64)
         self._parts: dict[str, np.ndarray] = {}

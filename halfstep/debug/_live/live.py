@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 import jax
 
-from halfstep._base import Report, type_of
+from halfstep._base import Report, checked, type_of
 from halfstep._training import Ledger, NoLossScaling
 from halfstep.debug._live.history import (
     IN_A_ROW,
@@ -79,6 +79,7 @@ class Live(Report):
         ```
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfstep._base import Report, parse_dtype
+from halfstep._base import Report, checked, parse_dtype
 from halfstep._program import Constant
 from halfstep.debug._instrument.ancestors import Parents
 from halfstep.debug._instrument.layout import Layout, instrument
@@ -157,6 +157,7 @@ class NonFinite(Report):
         return f'<pre style="overflow-x:auto">{escaping.escape(str(self))}</pre>'
 
 
+@checked
 def first_nonfinite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
     """Find the first operation whose result is not finite while its operands are.
 

@@ -19,6 +19,7 @@ from halfstep._base import (
     FlatCall,
     check_files,
     check_nothing_added,
+    checked,
     digests,
     flush,
     is_key,
@@ -75,6 +76,7 @@ class Capture:
         ```
     """
 
+    @checked
     def __init__(self, directory: str | os.PathLike[str], *, limit: int = 3):
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
@@ -151,6 +153,7 @@ class Capture:
         return path
 
 
+@checked
 def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """What a bad step was given, in place of arguments of the same structure.
 
@@ -184,8 +187,8 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
     path = pathlib.Path(directory).absolute()
     if not (path / SUMS).is_file():
         raise ValueError(
-            f"{path} is not a complete capture: {SUMS} is missing. Give one of "
-            "the numbered directories that `debug.Capture` has written"
+            f"`directory`: {path} is not a complete capture: {SUMS} is missing. Give one of the "
+            "numbered directories that `debug.Capture` has written"
         )
     call = _flat(args, kwargs)
     try:
@@ -222,7 +225,9 @@ def _verified(path: pathlib.Path) -> dict[str, Any]:
     fields = {"paths": list, "keys": dict, "digests": list}
     for name, kind in fields.items():
         if not isinstance(about, dict) or not isinstance(about.get(name), kind):
-            raise DamagedFolderError(f"`{_ABOUT}` must have a {kind.__name__} named {name!r}")
+            raise DamagedFolderError(
+                f"`{_ABOUT}` must have a field {name!r} of type {kind.__name__}"
+            )
     texts = (*about["paths"], *about["keys"], *about["keys"].values(), *about["digests"])
     if not all(isinstance(text, str) for text in texts):
         raise DamagedFolderError(f"`{_ABOUT}` has something else where a text must be")

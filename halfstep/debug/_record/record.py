@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from halfstep._base import is_inexact, parse_dtype, type_of
+from halfstep._base import checked, is_inexact, parse_dtype, type_of
 from halfstep.debug._instrument.layout import InstrumentedCall, Layout, Sites, instrument
 from halfstep.debug._instrument.run import run
 from halfstep.debug._instrument.site import Site
@@ -151,6 +151,7 @@ class Recorder:
         return instrument(self._func, args, kwargs, sites=self._sites, compute=self._compute)
 
 
+@checked
 def record(
     step: Callable[..., Any],
     *,

@@ -14,6 +14,8 @@ from etils import epath
 from halfstep._base import (
     DamagedFolderError,
     agree,
+    checked,
+    checked_but,
     digests,
     first_says,
     flush_one,
@@ -87,6 +89,7 @@ class Checkpoints:
         ```
     """
 
+    @checked_but("key")
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -156,6 +159,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._flush_names()
 
+    @checked
     def save(self, step: int, state: Any, data: _data.Iterator | None = None) -> None:
         """Write a step. It returns as soon as the state may change or be donated.
 
@@ -213,6 +217,7 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._last = step
 
+    @checked
     def restore(
         self, like: T, step: int | None = None, data: _data.Iterator | None = None
     ) -> tuple[int, T]:

@@ -1,0 +1,299 @@
+"""Check what users hand in, by what a signature says.
+
+A wrong argument should be named where it is handed in, and not fail somewhere in JAX, Optax or
+Equinox, minutes later and by another name. Signatures say already what each parameter takes, and
+docstrings say what it is for: an error is made of both. What annotations do not say (a number that
+must be positive, two trees that must match) is checked by the functions themselves.
+
+Only what is surely wrong is refused. Protocols, type variables and `Any` take everything, a
+sequence may be an array, and whatever can be read as an integer or a number is one.
+"""
+
+import collections.abc
+import functools
+import inspect
+import operator
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import AbstractArray
+
+from halfstep._base.display import type_of
+from halfstep._base.formats import parse_dtype
+from halfstep._base.trees import is_key
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Expected(NamedTuple):
+    """What a parameter takes.
+
+    Attributes:
+        text: For the message, such as `a Ledger`.
+        refusal: `None` for a value that is one, and otherwise why it is not, or an empty text if
+            there is nothing more to say.
+    """
+
+    text: str
+    refusal: Callable[[Any], str | None]
+
+
+def checked_but(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Check the arguments of a function, but for some on which it has more to say itself."""
+
+    def decorate(func: Callable[_P, _R]) -> Callable[_P, _R]:
+        return _checked(func, names)
+
+    return decorate
+
+
+def checked(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Check the arguments of a function when it is called.
+
+    Args:
+        func: A public function, or the `__init__` of a public class.
+    """
+    return _checked(func, ())
+
+
+def _checked(func: Callable[_P, _R], but: Sequence[str]) -> Callable[_P, _R]:
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(func).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in by_place]
+
+    @functools.cache
+    def expected() -> dict[str, _Expected]:
+        # Not when the module is imported: annotations may name what is imported later.
+        return {name: one for name, one in _expectations(func).items() if name not in but}
+
+    @functools.wraps(func)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        known = expected()
+        # Nothing is known of what comes after these, in `*args`.
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if name in known:
+                _check(func, name, known[name], value)
+        return func(*args, **kwargs)
+
+    return call
+
+
+def check_fields(instance: Any) -> None:
+    """Check the fields of a dataclass, for its `__post_init__`."""
+    kind = type(instance)
+    for name, found in _expectations(kind).items():
+        _check(kind, name, found, getattr(instance, name))
+
+
+@functools.cache
+def _expectations(owner: Any) -> dict[str, _Expected]:
+    hints = typing.get_type_hints(owner)
+    kinds = inspect.signature(owner).parameters
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    made: dict[str, _Expected] = {}
+    for name, parameter in kinds.items():
+        if parameter.kind in several or name not in hints:
+            continue
+        found = _expected(hints[name])
+        if found is not None:
+            # A default may stand for what is decided later, and is not in the annotation.
+            made[name] = _either(found.text, [_one(found.text, parameter.default), found])
+    return made
+
+
+def _kind(text: str, accepts: Callable[[Any], bool]) -> _Expected:
+    return _Expected(text, lambda value: None if accepts(value) else "")
+
+
+def _one(text: str, only: Any) -> _Expected:
+    return _kind(text, lambda value: value is only)
+
+
+def _either(text: str, members: Sequence[_Expected]) -> _Expected:
+    def refusal(value: Any) -> str | None:
+        said = [member.refusal(value) for member in members]
+        # The longest says most.
+        return None if None in said else max((one or "" for one in said), key=len)
+
+    return _Expected(text, refusal)
+
+
+def _expected(annotation: Any) -> _Expected | None:
+    """What an annotation takes; `None` for everything."""
+    if annotation is Any:
+        return None
+    if annotation in (None, type(None)):
+        return _one("None", None)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return _union(args)
+    if origin is Literal:
+        # Which function has a name for each way of doing something says itself what each is for.
+        kinds = tuple({type(one) for one in args})
+        allowed = ", ".join(map(repr, args))
+        return _kind(f"one of {allowed}", lambda value: isinstance(value, kinds))
+    if origin in (collections.abc.Sequence, collections.abc.Collection) or args[1:] == (...,):
+        return _sequence(args[0])
+    if origin in _ABSTRACT:
+        return _ABSTRACT[origin]
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    kind = origin or annotation
+    if not isinstance(kind, type) or kind is object or getattr(kind, "_is_protocol", False):
+        return None
+    if issubclass(kind, AbstractArray):
+        is_keys = "prng_key" in kind.dtypes
+        return _kind("a key, such as jax.random.key(0)", _is_key) if is_keys else _ARRAY
+    if issubclass(kind, optax.GradientTransformation):
+        return _kind("an optimizer of Optax's (with `init` and `update`)", _is_optimizer)
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    return _kind(f"{article} {kind.__name__}", lambda value: isinstance(value, kind))
+
+
+def _union(annotations: Sequence[Any]) -> _Expected | None:
+    of_dtype = typing.get_args(DTypeLike)
+    members: list[_Expected | None] = []
+    if set(of_dtype) <= set(annotations):
+        members.append(_DTYPE)
+        annotations = [one for one in annotations if one not in of_dtype]
+    parsers = [one.parse for one in annotations if hasattr(one, "parse")]
+    for one in annotations:
+        # A policy may be given as its text, which must be that of one.
+        is_parsed = one is str and parsers
+        members.append(_Expected("a text", _parsed(parsers[0])) if is_parsed else _expected(one))
+    known = [member for member in members if member is not None]
+    if len(known) < len(members):
+        return None
+    # `None` last: "a Policy, a text or None".
+    known.sort(key=lambda member: member.text == "None")
+    texts = list(dict.fromkeys(member.text for member in known))
+    text = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+    return _either(text, known)
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[Any], str | None]:
+    def refusal(value: Any) -> str | None:
+        if not isinstance(value, str):
+            return ""
+        try:
+            parse(value)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return None
+
+    return refusal
+
+
+def _sequence(annotation: Any) -> _Expected:
+    inner = _expected(annotation)
+
+    def accepts(value: Any) -> bool:
+        # Also a text: which function wants a list of texts, and was given one, knows more to say.
+        if isinstance(value, str):
+            return True
+        if not isinstance(value, collections.abc.Sequence):
+            return isinstance(value, np.ndarray | jax.Array) and value.ndim == 1
+        return inner is None or all(inner.refusal(one) is None for one in value)
+
+    return _kind("a sequence" if inner is None else f"a sequence, each {inner.text}", accepts)
+
+
+def _refused_dtype(value: Any) -> str | None:
+    try:
+        parse_dtype(value)
+    except ValueError as error:
+        # Which function takes formats of 8 bits, and which does not, is not in an annotation.
+        return None if _is_small_format(value) else str(error)
+    return None if value is not None else "required a dtype or its name, got None."
+
+
+def _is_small_format(value: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    # A text can be read as a number, but is none; a number that is traced is known later.
+    if isinstance(value, str | bytes | type) or np.ndim(value):
+        return False
+    return isinstance(value, jax.Array) or hasattr(value, "__float__") or _is_integer(value)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def _is_key(value: Any) -> bool:
+    # Also of the old kind, which is an array of integers.
+    return is_key(value) or (_is_array(value) and value.dtype == np.uint32 and value.ndim > 0)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+_ARRAY = _kind("an array", _is_array)
+_DTYPE = _Expected("a dtype or its name", _refused_dtype)
+_PLAIN: Mapping[Any, _Expected] = types.MappingProxyType(
+    {
+        bool: _kind("True or False", lambda value: isinstance(value, bool | np.bool_)),
+        int: _kind("a whole number", _is_integer),
+        float: _kind("a number", _is_number),
+        str: _kind("a text", lambda value: isinstance(value, str)),
+        jax.Array: _ARRAY,
+    }
+)
+_ABSTRACT: Mapping[Any, _Expected] = types.MappingProxyType(
+    {
+        collections.abc.Callable: _kind("a function", callable),
+        collections.abc.Mapping: _kind(
+            "a mapping", lambda value: isinstance(value, collections.abc.Mapping)
+        ),
+    }
+)
+
+
+def _check(owner: Any, name: str, expected: _Expected, value: Any) -> None:
+    reason = expected.refusal(value)
+    if reason is None:
+        return
+    called = owner.__qualname__.removesuffix(".__init__")
+    if reason:
+        raise ValueError(f"`{name}` of `{called}` must be {expected.text}: {reason}")
+    shown = type_of(value) if hasattr(value, "dtype") and hasattr(value, "shape") else None
+    shown = shown or f"{repr(value)[:60]} ({type(value).__name__})"
+    raise TypeError(
+        f"`{name}` of `{called}` must be {expected.text}; got {shown}.{_what_it_is(owner, name)}"
+    )
+
+
+def _what_it_is(owner: Any, name: str) -> str:
+    """The first sentence that the docstring has on a parameter."""
+    # Parameters of `__init__` are told in the docstring of the class, too.
+    place = getattr(sys.modules.get(owner.__module__), owner.__qualname__.split(".")[0], None)
+    text = f"{inspect.getdoc(owner)}\n\n{inspect.getdoc(place)}"
+    said = re.search(rf"^ +{name}: ((?:.|\n(?! *\w+: |\n))+)", text, re.MULTILINE)
+    if said is None:
+        return ""
+    sentence = " ".join(said[1].split()).split(". ")[0].removesuffix(".")
+    return f" `{name}`: {sentence}."
