@@ -142,10 +142,14 @@ def _expected(annotation: Any) -> _Expected | None:
         kinds = tuple({type(one) for one in args})
         allowed = ", ".join(map(repr, args))
         return _kind(f"one of {allowed}", lambda value: isinstance(value, kinds))
-    if origin in (collections.abc.Sequence, collections.abc.Collection) or args[1:] == (...,):
-        return _sequence(args[0])
-    if origin in _ABSTRACT:
-        return _ABSTRACT[origin]
+    if origin in (collections.abc.Sequence, collections.abc.Collection):
+        return _sequence(args[0], arrays=True)
+    if args[1:] == (...,):
+        return _sequence(args[0], arrays=False)
+    if origin is collections.abc.Mapping:
+        return _mapping(args[1])
+    if origin is collections.abc.Callable:
+        return _kind("a function", callable)
     if annotation in _PLAIN:
         return _PLAIN[annotation]
     kind = origin or annotation
@@ -194,18 +198,31 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[Any], str | None]:
     return refusal
 
 
-def _sequence(annotation: Any) -> _Expected:
+def _sequence(annotation: Any, *, arrays: bool) -> _Expected:
     inner = _expected(annotation)
 
     def accepts(value: Any) -> bool:
-        # Also a text: which function wants a list of texts, and was given one, knows more to say.
+        # Which function wants a list of texts, and was given one, knows more to say.
         if isinstance(value, str):
-            return True
+            return inner is None or inner.refusal(value) is None
+        if arrays and isinstance(value, np.ndarray | jax.Array) and value.ndim == 1:
+            value = value.tolist()
         if not isinstance(value, collections.abc.Sequence):
-            return isinstance(value, np.ndarray | jax.Array) and value.ndim == 1
+            return False
         return inner is None or all(inner.refusal(one) is None for one in value)
 
     return _kind("a sequence" if inner is None else f"a sequence, each {inner.text}", accepts)
+
+
+def _mapping(annotation: Any) -> _Expected:
+    inner = _expected(annotation)
+
+    def accepts(value: Any) -> bool:
+        if not isinstance(value, collections.abc.Mapping):
+            return False
+        return inner is None or all(inner.refusal(one) is None for one in value.values())
+
+    return _kind("a mapping" if inner is None else f"a mapping to {inner.text}", accepts)
 
 
 def _refused_dtype(value: Any) -> str | None:
@@ -220,7 +237,7 @@ def _refused_dtype(value: Any) -> str | None:
 def _is_small_format(value: Any) -> bool:
     try:
         return bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
-    except TypeError:
+    except (TypeError, ValueError):
         return False
 
 
@@ -234,13 +251,14 @@ def _is_integer(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     # A text can be read as a number, but is none; a number that is traced is known later.
-    if isinstance(value, str | bytes | type) or np.ndim(value):
+    if isinstance(value, str | bytes | type) or getattr(value, "ndim", 0):
         return False
     return isinstance(value, jax.Array) or hasattr(value, "__float__") or _is_integer(value)
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "shape")
+    is_shape = isinstance(value, jax.ShapeDtypeStruct)
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not is_shape
 
 
 def _is_key(value: Any) -> bool:
@@ -261,14 +279,6 @@ _PLAIN: Mapping[Any, _Expected] = types.MappingProxyType(
         float: _kind("a number", _is_number),
         str: _kind("a text", lambda value: isinstance(value, str)),
         jax.Array: _ARRAY,
-    }
-)
-_ABSTRACT: Mapping[Any, _Expected] = types.MappingProxyType(
-    {
-        collections.abc.Callable: _kind("a function", callable),
-        collections.abc.Mapping: _kind(
-            "a mapping", lambda value: isinstance(value, collections.abc.Mapping)
-        ),
     }
 )
 

@@ -1,13 +1,13 @@
 """A call: its arguments as named leaves, and the call as a function of its arrays."""
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
 from halfstep._base.trees import (
     MarkedLeaf,
@@ -41,8 +41,13 @@ def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
 def listed(which: _W | Sequence[_W]) -> tuple[_W, ...]:
     """Arguments that are named one by one, or one alone: by position or name."""
     # A name is a sequence of letters as well: it is asked for first.
-    is_one = isinstance(which, int | np.integer | str)
-    return cast("tuple[_W, ...]", (which,) if is_one else tuple(which))
+    if isinstance(which, str):
+        return cast("tuple[_W, ...]", (which,))
+    try:
+        # Also NumPy's integers.
+        return cast("tuple[_W, ...]", (operator.index(cast("int", which)),))
+    except TypeError:
+        return tuple(cast("Sequence[_W]", which))
 
 
 class Arguments:

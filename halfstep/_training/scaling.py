@@ -23,7 +23,7 @@ def power_of_two(value: SupportsFloat, name: str) -> float:
     """Validate a concrete scale. A power of two only moves the exponent: scaling never rounds."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(
             f"`{name}` must be a number, such as 2.0**15; got {repr(value)[:60]} "
             f"({type(value).__name__})."

@@ -369,6 +369,12 @@ def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwar
             "Optax optimizer on pure state use halfstep.optimizer_update."
         )
     model_def, params, rest = nnx.split(model, optimizer.wrt, ...)
+    if not jtu.tree_leaves(params):
+        raise TypeError(
+            "`model` must be the module that the optimizer was made with; got "
+            f"{type(model).__name__}, which has no variables to train. Write "
+            "optimizer_update(optimizer, model, grads, finite)."
+        )
     # Split into pure state, since a gate chooses between pytrees; the objects are updated
     # afterwards.
     optimizer_def, optimizer_state = nnx.split(optimizer)

@@ -161,7 +161,7 @@ class Watchdog:
 def _seconds(given: Any, name: str) -> float:
     try:
         seconds = float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ValueError(f"`{name}` must be a number of seconds, more than 0; got {given!r}.")

@@ -478,3 +478,5 @@ def test_gradients_of_another_model():
     message = "`grads` must have the structure of the variables of `model` that the"
     with pytest.raises(ValueError, match=message):
         mixed.optimizer_update(optimizer, model, {}, True)
+    with pytest.raises(TypeError, match=r"`model` must be the module that .*; got float"):
+        mixed.optimizer_update(optimizer, 0.5, {}, True)

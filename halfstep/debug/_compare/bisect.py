@@ -1,6 +1,7 @@
 """`bisect`: find the parts of a function that must stay in float32, with few trials."""
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,13 @@ def bisect(
             f"entry is a {type(batches[0]).__name__}. Put the arguments of one call into a list: "
             "[(params, batch)]."
         )
+    try:
+        inspect.signature(func).bind(*batches[0])
+    except TypeError as error:
+        raise TypeError(
+            f"`batches` must have what the function is called with, each as a tuple; got one of "
+            f"{len(batches[0])}: {error}. Write [(params, batch), ...]."
+        ) from error
     outcome: Outcome = "float32" if policy.recipe is None else "compute"
     trials = Trials(func, batches, has_aux=has_aux, measure=measure)
     operations = [one for one in _lowered(trials.plan(policy)) if _concerned(one, policy)]
