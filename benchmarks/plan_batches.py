@@ -133,7 +133,11 @@ def compare(size: Size, target: str, most: int = MOST) -> list[dict[str, Any]]:
         ("plan, at the batch by hand", by_hand.batch),
         ("plan, at its largest batch", found.batch),
     ):
-        plan = planned(size, target, batch)
+        try:
+            plan = planned(size, target, batch)
+        except halfstep.DoesNotFitError:
+            # The layers that are recomputed by hand take a little less there.
+            continue
         rows.append(
             {
                 "way": way,
