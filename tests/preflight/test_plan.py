@@ -286,6 +286,25 @@ def test_over_a_mesh_it_plans_for_each_device():
     assert found.peak_bytes - (least.peak_bytes or 0) < found.chosen.stored_bytes / 2
 
 
+@pytest.mark.slow
+def test_recomputed_flops_are_those_of_a_device_where_nothing_else_fits():
+    """On a TPU, what does not fit has no program in which contractions could be counted."""
+    need("tpu")
+    rows = 3 * 2**20
+    found = plan(
+        make_step(scanned),
+        shapes(rows),
+        target="v5e:2x2",
+        donate_argnums=0,
+        mesh={"data": 4},
+        shardings=(jax.P(), jax.P("data")),
+        progress=False,
+    )
+    assert not found.front[0].fits
+    forward = 2 * LAYERS * (2 * rows * WIDTH * HIDDEN) / 4
+    assert 0 < found.recomputed_flops <= forward
+
+
 def test_what_fits_as_it_is_stays_as_it_is():
     need("cuda")
     found = plan(make_step(scanned), shapes(1024), target="h100", progress=False)

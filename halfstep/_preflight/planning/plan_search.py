@@ -358,7 +358,8 @@ class _MakerSearch:
         is_none = counted is not None and (least is None or not self.is_recomputed)
         if is_none or least is None or least.flops is None:
             return counted or 0
-        return least.flops - int(least.selection.flops)
+        # The compiler counts what one device does, and the model the whole program.
+        return least.flops - int(least.selection.flops / max(least.entry.devices, 1))
 
     def refusal(self) -> DoesNotFitError:
         """An error with what the nearest candidate takes, and what would have to change."""
