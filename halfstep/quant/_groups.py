@@ -24,7 +24,6 @@ class Groups:
     Example:
         ```python
         import jax.numpy as jnp
-    import numpy as np
         from halfstep import quant
 
         groups = quant.Groups(axis=-1, size=16)
