@@ -9,8 +9,8 @@ import dataclasses
 import decimal
 import fractions
 import inspect
-import itertools
 import pathlib
+import re
 import sys
 import traceback
 import types
@@ -115,9 +115,7 @@ class Call:
 
     def with_argument(self, name: str, value: Any) -> Any:
         """What the call returns with another argument."""
-        bound = self.signature.bind_partial()
-        bound.arguments.update({**self.given, name: value})
-        bound.arguments = {key: bound.arguments[key] for key in self.signature.parameters}
+        bound = inspect.BoundArguments(self.signature, {**self.given, name: value})
         return self.func(*bound.args, **bound.kwargs)
 
     @property
@@ -209,7 +207,7 @@ def complaint(call: Call, name: str, value: Any) -> str | None:
         # `raise` is what refuses; another statement that fails is an accident.
         if not (frames[-1].line or "").startswith("raise"):
             return f"by accident in {where.name}:{frames[-1].lineno}: {text}"
-        if name not in str(error):
+        if not re.search(rf"\b{name}\b", str(error)):
             return f"does not name `{name}`: {text}"
     return None
 
@@ -221,9 +219,8 @@ _BOTH = (
 )
 
 
-def complaints(calls: list[Call], wrong: Mapping[str, Any]) -> Iterator[tuple[int, str | None]]:
+def complaints(calls: list[Call], wrong: Mapping[str, Any]) -> Iterator[str | None]:
     """Of every call with every wrong argument."""
-    number = itertools.count()
     for call in calls:
         for name in call.parameters:
             said = str(call.signature.parameters[name].annotation)
@@ -234,4 +231,4 @@ def complaints(calls: list[Call], wrong: Mapping[str, Any]) -> Iterator[tuple[in
                 if is_other or (call.name, name, what) in _BOTH:
                     continue
                 found = complaint(call, name, value)
-                yield next(number), found and f"{call.name}({name}={what}): {found}"
+                yield found and f"{call.name}({name}={what}): {found}"

@@ -4,6 +4,7 @@ from halfstep._base.arguments import (
     check_fields as check_fields,
     checked as checked,
     checked_but as checked_but,
+    described as described,
 )
 from halfstep._base.calls import (
     Arguments as Arguments,

@@ -29,7 +29,7 @@ from jaxtyping import AbstractArray
 
 from halfstep._base.display import type_of
 from halfstep._base.formats import parse_dtype
-from halfstep._base.trees import is_key
+from halfstep._base.trees import Shaped, is_key
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -71,17 +71,13 @@ def _checked(func: Callable[_P, _R], but: Sequence[str]) -> Callable[_P, _R]:
     parameters = inspect.signature(func).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind in by_place]
 
-    @functools.cache
-    def expected() -> dict[str, _Expected]:
-        # Not when the module is imported: annotations may name what is imported later.
-        return {name: one for name, one in _expectations(func).items() if name not in but}
-
     @functools.wraps(func)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        known = expected()
+        # Not when the module is imported: annotations may name what is imported later.
+        known = _expectations(func)
         # Nothing is known of what comes after these, in `*args`.
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if name in known:
+            if name in known and name not in but:
                 _check(func, name, known[name], value)
         return func(*args, **kwargs)
 
@@ -257,8 +253,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    is_shape = isinstance(value, jax.ShapeDtypeStruct)
-    return hasattr(value, "dtype") and hasattr(value, "shape") and not is_shape
+    return isinstance(value, Shaped) and not isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _is_key(value: Any) -> bool:
@@ -290,11 +285,17 @@ def _check(owner: Any, name: str, expected: _Expected, value: Any) -> None:
     called = owner.__qualname__.removesuffix(".__init__")
     if reason:
         raise ValueError(f"`{name}` of `{called}` must be {expected.text}: {reason}")
-    shown = type_of(value) if hasattr(value, "dtype") and hasattr(value, "shape") else None
-    shown = shown or f"{repr(value)[:60]} ({type(value).__name__})"
     raise TypeError(
-        f"`{name}` of `{called}` must be {expected.text}; got {shown}.{_what_it_is(owner, name)}"
+        f"`{name}` of `{called}` must be {expected.text}; got {described(value)}."
+        f"{_what_it_is(owner, name)}"
     )
+
+
+def described(value: object) -> str:
+    """What came in place of what was required: its type, and what it is."""
+    if isinstance(value, Shaped):
+        return type_of(value)
+    return f"{repr(value)[:60]} ({type(value).__name__})"
 
 
 def _what_it_is(owner: Any, name: str) -> str:

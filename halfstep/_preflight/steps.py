@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
-from halfstep._base import Progress
+from halfstep._base import Progress, listed
 from halfstep._preflight.compile.compiler import check_flags, compile_program
 from halfstep._preflight.compile.lowering import Program, lower
 from halfstep._preflight.compile.requirements import compiler_versions
@@ -45,8 +45,7 @@ class CompileOptions:
     @property
     def donated(self) -> tuple[int, ...]:
         """The numbers of the donated arguments."""
-        numbers = self.donate_argnums
-        return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        return listed(self.donate_argnums)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from halfstep._base import at_least_float32, checked, is_inexact, with_values
+from halfstep._base import at_least_float32, checked, described, is_inexact, with_values
 from halfstep._training.verdict import as_predicate
 
 T = TypeVar("T")
@@ -25,8 +25,7 @@ def power_of_two(value: SupportsFloat, name: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(
-            f"`{name}` must be a number, such as 2.0**15; got {repr(value)[:60]} "
-            f"({type(value).__name__})."
+            f"`{name}` must be a number, such as 2.0**15; got {described(value)}."
         ) from None
     if not (math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5):
         below = 2.0 ** math.floor(math.log2(number)) if 0 < number < math.inf else 2.0**15

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
-import jax
 import jax.tree_util as jtu
 from flax import nnx
 from jaxtyping import Array, Bool
@@ -387,7 +386,7 @@ def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwar
             inner_optimizer.update(inner_model, grads, **kwargs)
         except Exception as error:
             # Flax maps over both at once, and says of neither that it is wrong.
-            wanted, given = jax.tree.structure(state[0]), jax.tree.structure(grads)
+            wanted, given = jtu.tree_structure(state[0]), jtu.tree_structure(grads)
             if wanted == given:
                 raise
             raise ValueError(

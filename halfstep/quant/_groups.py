@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Shaped
 
 from halfstep._base import checked
@@ -100,7 +99,7 @@ def groups_for(
     """
     shape, parts = tuple(shape), tuple(shards) or (1,) * len(shape)
     for name, given in (("shape", shape), ("shards", parts)):
-        if not all(isinstance(part, int | np.integer) and part >= 0 for part in given):
+        if min(given, default=0) < 0:
             raise ValueError(f"`{name}` must be whole numbers, 0 or more; got {given}.")
     if len(parts) != len(shape):
         raise ValueError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import halfstep
-from halfstep._base import without_key_type
+from halfstep._base import is_key, without_key_type
 
 
 class Places:
@@ -25,6 +25,8 @@ class Places:
 
 
 def same_bits(a: Any, b: Any) -> bool:
+    if is_key(a) != is_key(b):
+        return False
     a, b = without_key_type(a), without_key_type(b)
     if isinstance(a, jax.Array | np.ndarray | np.generic):
         same = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape

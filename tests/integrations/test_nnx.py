@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import halfstep
+from halfstep._base import without_key_type
 from halfstep.integrations import nnx as mixed
 
 pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.usefixtures("standard_promotion")]
@@ -46,11 +47,7 @@ def batch(*, poison: bool = False) -> jax.Array:
 
 def bits(node: Any, *filters: Any) -> list[bytes]:
     leaves = jtu.tree_leaves(nnx.state(node, *filters))
-    plain = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        for x in leaves
-    ]
-    return [np.asarray(x).tobytes() for x in plain]
+    return [np.asarray(without_key_type(x)).tobytes() for x in leaves]
 
 
 def test_in_float32_it_is_nnx_value_and_grad():

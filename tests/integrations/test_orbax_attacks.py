@@ -433,7 +433,7 @@ FORGERIES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     ),
     "options in a list": (
         forged(lambda m: m.update(options={"tuple": []})),
-        "`options` of the manifest is a",
+        "`options` of the manifest is a tuple, not a dictionary",
     ),
     "a folder": (listing("state"), "`state` is not a regular file in its folder"),
     "a pipe": (pipe, "`state/pipe` is not a regular file in its folder"),
