@@ -36,6 +36,10 @@ MODULES = {
     "nnx": nnx,
     "orbax": orbax,
 }
+_INTEGRATIONS = ("nnx", "orbax")
+_OF_SHAPES = r"[Ii]ncompatible shapes|cannot reshape array of shape"
+_FILES = ("directory", "path", "before", "notes")
+_READ = ("text", "path", "before")
 # A caller's mistake, or a mean one. What is right for a parameter is accepted, and says nothing.
 WRONG: Mapping[str, Any] = types.MappingProxyType(
     {
@@ -126,21 +130,23 @@ class Call:
         return [name for name, one in found if one.kind not in several and name != "self"]
 
 
-def checked_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """All public functions and methods that check their arguments, with their docstrings."""
+def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """All public functions and methods, with their docstrings."""
     for module_name, module in MODULES.items():
         for name, thing in vars(module).items():
-            if name.startswith("_"):
+            # What an integration imports for itself is not public.
+            is_imported = getattr(thing, "__module__", None) != module.__name__
+            if name.startswith("_") or (is_imported and module_name in _INTEGRATIONS):
                 continue
             where = f"{module_name}.{name}"
             kind = thing if inspect.isclass(thing) else type(thing)
-            if inspect.isfunction(thing) and hasattr(thing, "__wrapped__"):
+            if inspect.isfunction(thing):
                 yield where, thing, inspect.getdoc(thing) or ""
             elif kind.__module__.startswith("halfstep"):
                 for method, own in vars(kind).items():
                     own = getattr(own, "__func__", own)
                     is_public = method in ("__init__", "__call__") or method[0] != "_"
-                    if inspect.isfunction(own) and hasattr(own, "__wrapped__") and is_public:
+                    if inspect.isfunction(own) and is_public:
                         said = f"{inspect.getdoc(kind)}\n\n{inspect.getdoc(own)}"
                         yield f"{where}.{method}", own, said
 
@@ -152,7 +158,7 @@ def harvested(folder: pathlib.Path, left_out: Sequence[str]) -> list[Call]:
         folder: Where examples are written.
         left_out: Parts of the names of functions that are not asked for.
     """
-    asked = [one for one in checked_functions() if not any(part in one[0] for part in left_out)]
+    asked = [one for one in public_functions() if not any(part in one[0] for part in left_out)]
     functions = {inspect.unwrap(func).__code__: (name, func) for name, func, _ in asked}
     found: dict[str, Call] = {}
 
@@ -182,6 +188,15 @@ def harvested(folder: pathlib.Path, left_out: Sequence[str]) -> list[Call]:
     return list(found.values())
 
 
+class Accepted(Exception):
+    """What was handed in is taken, and the work would begin."""
+
+
+def accept(*_: object, **__: object) -> None:
+    """In place of what takes long."""
+    raise Accepted
+
+
 def complaint(call: Call, name: str, value: Any) -> str | None:
     """What is wrong with the answer to a wrong argument; `None` if nothing is.
 
@@ -190,6 +205,8 @@ def complaint(call: Call, name: str, value: Any) -> str | None:
     try:
         with contextlib.redirect_stdout(None):
             call.with_argument(name, value)
+    except Accepted:
+        return None
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         if any(pathlib.Path(frame.filename).parent == call.folder for frame in frames):
@@ -198,16 +215,21 @@ def complaint(call: Call, name: str, value: Any) -> str | None:
         where = pathlib.Path(frames[-1].filename)
         is_own = "halfstep" in where.parts and "site-packages" not in where.parts
         text = f"{type(error).__name__}: {str(error)[:150]}"
-        is_path = name == "directory" and isinstance(error, OSError | UnicodeError)
-        if "groups.axis" in text or is_path:
-            # Groups that were made for another array, and what a file system says of its names.
+        is_shape = call.name.startswith("quant.") and re.search(_OF_SHAPES, text)
+        is_path = name in _FILES and isinstance(error, OSError | UnicodeError)
+        if "groups.axis" in text or is_shape or is_path:
+            # Groups and scales that were made for another array, of which JAX says both shapes; and
+            # what a file system says of its names.
             return None
         if not is_own:
             return f"raised in {where.name}: {text}"
         # `raise` is what refuses; another statement that fails is an accident.
         if not (frames[-1].line or "").startswith("raise"):
             return f"by accident in {where.name}:{frames[-1].lineno}: {text}"
-        if not re.search(rf"\b{name}\b", str(error)):
+        # A text that is read, and a file, are told by what they are.
+        is_told = name in _READ and any(said in str(error) for said in (str(value), repr(value)))
+        # Of several, the one that is wrong is named: `target` of `targets`.
+        if not (is_told or re.search(rf"\b{name.removesuffix('s')}s?\b", str(error))):
             return f"does not name `{name}`: {text}"
     return None
 

@@ -160,7 +160,9 @@ class TestForceFullPrecision:
         assert layer(jnp.ones(2, jnp.float16)).dtype == jnp.float16
 
     def test_errors(self):
-        with pytest.raises(TypeError, match=r"takes a function or a module, got .*Give the return"):
+        with pytest.raises(
+            TypeError, match=r"must be a function or a module; got .*Give the return"
+        ):
             halfstep.force_full_precision(jnp.ones(3))  # pyright: ignore[reportArgumentType, reportCallIssue]
         with pytest.raises(ValueError, match="unknown format 'f33'"):
             halfstep.force_full_precision(jnp.sum, "f33")

@@ -43,13 +43,17 @@ ROWS = [
     ),
     (
         "TypeError",
-        "force_full_precision takes a function or a module, got int",
+        "`func` of `force_full_precision` must be a function or a module; got 3 (int)",
         "hs.force_full_precision(3)",
     ),
-    ("TypeError", "keep_precision takes a function or a module, got int", "hs.keep_precision(3)"),
     (
         "TypeError",
-        "a rule is a PrecisionRule or a text such as 'op:tanh=compute'; got 3",
+        "`func` of `keep_precision` must be a function or a module; got 3 (int)",
+        "hs.keep_precision(3)",
+    ),
+    (
+        "TypeError",
+        "`rules` of `Policy` must be a sequence, each a PrecisionRule or a text; got (3,) (tuple)",
         "hs.Policy(rules=(3,))",
     ),
     (
@@ -134,15 +138,61 @@ ROWS = [
         'sites must be "scopes", "ops" or a function of a `debug.Site`, got \'lines\'',
         'hs.debug.record(loss, sites="lines").init(w, x)',
     ),
+    (
+        "TypeError",
+        "`path` of `to_json` must be a path or None; got 3 (int)",
+        'hs.explain(loss, "bf16")(w, x).to_json(3)',
+    ),
+    (
+        "ValueError",
+        "`low` must be a share, from 0 to 1; got 95. 95 % is 0.95",
+        'hs.explain(loss, "bf16")(w, x).check(low=95)',
+    ),
+    (
+        "ValueError",
+        "`max_findings` must be how many findings there may be, 0 or more; got -1",
+        'hs.explain(loss, "bf16")(w, x).check(max_findings=-1)',
+    ),
+    (
+        "ValueError",
+        "`step` must have at most 63 bits; got 65",
+        "hs.debug.Live().update(2**64, loss=1.0)",
+    ),
+    (
+        "ValueError",
+        "`value` must have the axis of Groups(axis=-2, size=32); got float32[4]",
+        "hs.quant.Groups(-2).divided(w)",
+    ),
+    (
+        "ValueError",
+        "`shape` must have the axis of Groups(axis=-2, size=32), counted from the end; got (4,)",
+        "hs.quant.Groups(-2).count((4,))",
+    ),
+    (
+        "ValueError",
+        "`value` must be what `divided` makes of an array of shape (2, 64); got float32[4]",
+        "hs.quant.Groups(-1).whole(w, (2, 64))",
+    ),
+    (
+        "ValueError",
+        "`op` and `scope` of a rule cannot be empty; got op=None, scope=''",
+        'hs.PrecisionRule("float32", scope="")',
+    ),
+    (
+        "TypeError",
+        "`forward` of `Recipe` must be a tuple of a Factor and a Factor; got ('e4m3', 'e4m3')",
+        'dataclasses.replace(hs.RECIPES["f8"], forward=("e4m3", "e4m3"))',
+    ),
 ]
 
 # The tests' type checker is an import hook of this process and would object first. So another
 # process makes all calls, once, and says what each of them raised.
 PROGRAM = """
-import json, sys
+import dataclasses, json, sys
 import jax.numpy as jnp
 import optax
 import halfstep as hs
+import halfstep.quant
 from halfstep._policy import as_policy
 from halfstep._training.gate import gated
 

@@ -263,7 +263,11 @@ def test_names_in_files(tmp_path):
         ('rules = "op:exp=float32"', r'written rules = \["...", "..."\]; got'),
         ("keep = [1]", r"written keep = .*; got \[1\]"),
         ('compute = "f17"', "policy.toml: .*f17"),
-        ('rules = ["op:exp"]', "policy.toml: a rule is a text such as"),
+        (
+            'rules = ["op:exp"]',
+            "policy.toml: `rules` of `Policy` must be a sequence, each a PrecisionRule or a text: "
+            "a rule is a text such as",
+        ),
         ('recipe = "f9"', "policy.toml: .*f9"),
     ],
     ids=lambda text: text[:24],

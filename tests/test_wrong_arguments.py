@@ -13,14 +13,15 @@ import pytest
 import halfstep
 from halfstep import debug, optim, quant
 from halfstep._base import checked
+from halfstep._preflight import steps
 from halfstep.compat import jaxamp
 from tests import _wrong_arguments as wrong
 
 # These take seconds where they accept what they are given.
-SLOW = ("F8Scaling", "bisect")
-# A folder that is written to is another one afterwards; and a step is traced and lowered, for many
-# seconds in all, before a compiler is asked.
-LEFT_OUT = ("Checkpoints.save", "Checkpoints.restore", "halfstep.plan", "preflight")
+SLOW = ("F8Scaling", "bisect", "halfstep.plan", "preflight")
+# A folder that is written to is another one afterwards; and rules are matched with every operation
+# of a trace, too often for a check.
+LEFT_OUT = ("Checkpoints.save", "Checkpoints.restore", ".matches")
 FEW = ("None", "a fraction", "a text", "a mapping", "an array of JAX")
 
 
@@ -28,7 +29,7 @@ FEW = ("None", "a fraction", "a text", "a mapping", "an array of JAX")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("values", "least"),
-    [(FEW, 700), pytest.param(tuple(wrong.WRONG), 10_000, marks=pytest.mark.slow)],
+    [(FEW, 2_000), pytest.param(tuple(wrong.WRONG), 25_000, marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
 def test_an_answer_names_the_parameter(
@@ -42,6 +43,8 @@ def test_an_answer_names_the_parameter(
     monkeypatch.chdir(tmp_path)
     left_out = LEFT_OUT if len(values) > len(FEW) else (*LEFT_OUT, *SLOW)
     calls = wrong.harvested(tmp_path, left_out)
+    # What the compiler is asked to compile has been accepted.
+    monkeypatch.setattr(steps, "compile_program", wrong.accept)
     found = list(wrong.complaints(calls, {name: wrong.WRONG[name] for name in values}))
     assert [text for text in found if text] == []
     assert len(found) >= least

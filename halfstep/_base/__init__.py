@@ -2,6 +2,7 @@
 
 from halfstep._base.arguments import (
     check_fields as check_fields,
+    check_share as check_share,
     checked as checked,
     checked_but as checked_but,
     described as described,

@@ -142,6 +142,8 @@ def _expected(annotation: Any) -> _Expected | None:
         return _sequence(args[0], arrays=True)
     if args[1:] == (...,):
         return _sequence(args[0], arrays=False)
+    if origin is tuple:
+        return _tuple(args)
     if origin is collections.abc.Mapping:
         return _mapping(args[1])
     if origin is collections.abc.Callable:
@@ -152,7 +154,8 @@ def _expected(annotation: Any) -> _Expected | None:
     if not isinstance(kind, type) or kind is object or getattr(kind, "_is_protocol", False):
         return None
     if issubclass(kind, AbstractArray):
-        is_keys = "prng_key" in kind.dtypes
+        # `Shaped` is of any dtype, and has no list of them.
+        is_keys = isinstance(kind.dtypes, Sequence) and "prng_key" in kind.dtypes
         return _kind("a key, such as jax.random.key(0)", _is_key) if is_keys else _ARRAY
     if issubclass(kind, optax.GradientTransformation):
         return _kind("an optimizer of Optax's (with `init` and `update`)", _is_optimizer)
@@ -197,17 +200,31 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[Any], str | None]:
 def _sequence(annotation: Any, *, arrays: bool) -> _Expected:
     inner = _expected(annotation)
 
-    def accepts(value: Any) -> bool:
-        # Which function wants a list of texts, and was given one, knows more to say.
-        if isinstance(value, str):
-            return inner is None or inner.refusal(value) is None
+    def refusal(value: Any) -> str | None:
         if arrays and isinstance(value, np.ndarray | jax.Array) and value.ndim == 1:
             value = value.tolist()
         if not isinstance(value, collections.abc.Sequence):
-            return False
-        return inner is None or all(inner.refusal(one) is None for one in value)
+            return ""
+        if inner is None:
+            return None
+        # Which function wants a list of texts, and was given one, knows more to say.
+        refusals = map(inner.refusal, [value] if isinstance(value, str) else value)
+        return next((one for one in refusals if one is not None), None)
 
-    return _kind("a sequence" if inner is None else f"a sequence, each {inner.text}", accepts)
+    return _Expected("a sequence" if inner is None else f"a sequence, each {inner.text}", refusal)
+
+
+def _tuple(annotations: Sequence[Any]) -> _Expected:
+    members = [_expected(one) for one in annotations]
+
+    def accepts(value: Any) -> bool:
+        if not isinstance(value, tuple) or len(value) != len(members):
+            return False
+        pairs = zip(members, value, strict=True)
+        return all(member is None or member.refusal(one) is None for member, one in pairs)
+
+    texts = ["anything" if member is None else member.text for member in members]
+    return _kind(f"a tuple of {' and '.join(texts)}", accepts)
 
 
 def _mapping(annotation: Any) -> _Expected:
@@ -253,7 +270,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Shaped) and not isinstance(value, jax.ShapeDtypeStruct)
+    if not isinstance(value, Shaped) or isinstance(value, jax.ShapeDtypeStruct):
+        return False
+    # NumPy has arrays of texts and of objects.
+    return getattr(value.dtype, "kind", "f") not in "OSU"
 
 
 def _is_key(value: Any) -> bool:
@@ -271,6 +291,7 @@ _PLAIN: Mapping[Any, _Expected] = types.MappingProxyType(
     {
         bool: _kind("True or False", lambda value: isinstance(value, bool | np.bool_)),
         int: _kind("a whole number", _is_integer),
+        typing.SupportsIndex: _kind("a whole number", _is_integer),
         float: _kind("a number", _is_number),
         str: _kind("a text", lambda value: isinstance(value, str)),
         jax.Array: _ARRAY,
@@ -291,6 +312,12 @@ def _check(owner: Any, name: str, expected: _Expected, value: Any) -> None:
     )
 
 
+def check_share(name: str, value: float) -> None:
+    """Raise unless a number is a share."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"`{name}` must be a share, from 0 to 1; got {value}. 95 % is 0.95.")
+
+
 def described(value: object) -> str:
     """What came in place of what was required: its type, and what it is."""
     if isinstance(value, Shaped):
@@ -303,8 +330,9 @@ def _what_it_is(owner: Any, name: str) -> str:
     # Parameters of `__init__` are told in the docstring of the class, too.
     place = getattr(sys.modules.get(owner.__module__), owner.__qualname__.split(".")[0], None)
     text = f"{inspect.getdoc(owner)}\n\n{inspect.getdoc(place)}"
-    said = re.search(rf"^ +{name}: ((?:.|\n(?! *\w+: |\n))+)", text, re.MULTILINE)
+    # To the next parameter, which is written no deeper, or to an empty line.
+    said = re.search(rf"^( +){name}: ((?:.|\n(?!\1\w+: |\n))+)", text, re.MULTILINE)
     if said is None:
         return ""
-    sentence = " ".join(said[1].split()).split(". ")[0].removesuffix(".")
+    sentence = " ".join(said[2].split()).split(". ")[0].removesuffix(".")
     return f" `{name}`: {sentence}."

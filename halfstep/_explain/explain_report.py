@@ -12,6 +12,8 @@ from halfstep._base import (
     ABSENT,
     Report,
     aligned,
+    check_share,
+    checked,
     flops,
     html_table,
     number_of,
@@ -115,6 +117,7 @@ class ExplainReport(Report):
     def _repr_html_(self) -> str:
         return _html(self)
 
+    @checked
     def table(self, *, full: bool = False) -> str:
         """The operations as a table.
 
@@ -159,6 +162,7 @@ class ExplainReport(Report):
             "residuals": [residual.to_dict() for residual in self.residuals],
         }
 
+    @checked
     def check(
         self,
         *,
@@ -180,6 +184,13 @@ class ExplainReport(Report):
             LintError: With what misses: the contractions that are not lowered, or not in 8 bits,
                 and every finding, each with its line.
         """
+        check_share("low", low)
+        check_share("f8", 0 if f8 is None else f8)
+        if max_findings < 0:
+            raise ValueError(
+                f"`max_findings` must be how many findings there may be, 0 or more; got "
+                f"{max_findings}."
+            )
         found = _misses(self, low=low, max_findings=max_findings, f8=f8)
         if found:
             raise LintError(found)

@@ -16,6 +16,7 @@ from halfstep._base import (
     MarkedLeaf,
     cast,
     checked,
+    described,
     half_dtype,
     marked_leaves,
     match_rules,
@@ -325,6 +326,7 @@ def force_full_precision(
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 
 
+@checked
 def force_full_precision(func: object = None, return_dtype: DTypeLike | None = None) -> Any:
     """Run a function or an Equinox module in float32, wherever it is called.
 
@@ -365,7 +367,8 @@ def force_full_precision(func: object = None, return_dtype: DTypeLike | None = N
         return functools.partial(force_full_precision, return_dtype=return_dtype)
     if not callable(func):
         raise TypeError(
-            f"force_full_precision takes a function or a module, got {type(func).__name__}. "
+            "`func` of `force_full_precision` must be a function or a module; got "
+            f"{described(func)}. "
             "Give the return dtype by name: @force_full_precision(return_dtype=...)."
         )
     # A module stays a module: as a plain function it would hide its parameters from optimizers.

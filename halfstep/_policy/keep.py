@@ -8,6 +8,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from halfstep._base import described
+
 KEEP_SCOPE = "halfstep.keep_precision"
 """The named scope by which it is marked: it goes through every transformation of JAX's."""
 
@@ -68,7 +70,7 @@ def keep_precision(func: Callable[..., Any] | None = None) -> Any:
         return _kept()
     if not callable(func):
         raise TypeError(
-            f"keep_precision takes a function or a module, got {type(func).__name__}. "
+            f"`func` of `keep_precision` must be a function or a module; got {described(func)}. "
             "As a context manager, write `with keep_precision():`."
         )
     if isinstance(func, eqx.Module):

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 import numpy as np
 
-from halfstep._base import DTypeLike, compile_rule, dtype_name, parse_dtype
+from halfstep._base import DTypeLike, checked, compile_rule, dtype_name, parse_dtype
 from halfstep._policy.cast import cast_tree
 from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
 from halfstep._policy.rules import PrecisionRule, as_rule
@@ -109,6 +109,7 @@ class Policy:
     stores: tuple[StoreRule, ...]
     mode: Mode
 
+    @checked
     def __init__(
         self,
         *,
@@ -177,6 +178,7 @@ class Policy:
             object.__setattr__(self, name, value)
 
     @staticmethod
+    @checked
     def parse(text: str) -> "Policy":
         """Read a policy from text.
 
@@ -229,6 +231,7 @@ class Policy:
         return Policy(**fields, keep=keep, rules=rules, stores=stores)
 
     @staticmethod
+    @checked
     def load(path: str | os.PathLike[str]) -> "Policy":
         """Read a policy from a file that `save`, `debug.bisect` or a person has written.
 
@@ -248,6 +251,7 @@ class Policy:
             # What is wrong is in the file: the message begins with its name.
             raise ValueError(f"{path.name}: {error}") from error
 
+    @checked
     def save(self, path: str | os.PathLike[str], *, notes: Sequence[str] = ()) -> None:
         """Write the policy into a file that `load` reads.
 

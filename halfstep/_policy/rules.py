@@ -8,7 +8,7 @@ from typing import Any, Literal as OneOf, get_args
 
 import jax
 
-from halfstep._base import check_fields, compile_rule
+from halfstep._base import check_fields, checked, compile_rule
 
 Outcome = OneOf["compute", "float32", "widest", "follow", "as_traced", "accumulate"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
@@ -104,6 +104,7 @@ class PrecisionRule:
         check_place(self.op, self.scope)
 
     @staticmethod
+    @checked
     def parse(text: str) -> "PrecisionRule":
         """Read `"op:tanh=compute"`, `"scope:head=float32"` or `"op:dot_general@head=accumulate"`.
 
@@ -146,6 +147,11 @@ class PrecisionRule:
 
 def check_place(op: str | None, scope: str | None) -> None:
     """Raise unless a rule's pattern of operations and its path of scopes can be written down."""
+    if "" in (op, scope):
+        raise ValueError(
+            f"`op` and `scope` of a rule cannot be empty; got op={op!r}, scope={scope!r}. Leave "
+            "out what does not matter."
+        )
     if scope is not None:
         compile_rule(scope)
     for text in (op, scope):

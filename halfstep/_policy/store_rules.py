@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal as OneOf, get_args
 
-from halfstep._base import check_fields
+from halfstep._base import check_fields, checked
 from halfstep._policy.rules import Operation, check_place, is_at
 
 StoreOutcome = OneOf["keep", "e4m3", "e5m2", "int4", "recompute", "offload"]
@@ -88,6 +88,7 @@ class StoreRule:
         check_place(self.op, self.scope)
 
     @staticmethod
+    @checked
     def parse(text: str) -> "StoreRule":
         """Read a rule such as `"store:op:dot_general@mlp=e4m3"`; `store:` may be left out.
 
@@ -146,7 +147,10 @@ class StoreRule:
 
 def _check_outcome(outcome: object) -> Any:
     if outcome not in OUTCOMES:
-        raise ValueError(f"a saved activation is one of {', '.join(OUTCOMES)}; got {outcome!r}.")
+        raise ValueError(
+            f"the outcome of a rule for saved activations is one of {', '.join(OUTCOMES)}; got "
+            f"{outcome!r}."
+        )
     return outcome
 
 

@@ -194,6 +194,7 @@ class F8Scaling(AbstractLossScaling):
         """Return zeros whose gradients are what is seen of each product."""
         return {name: jnp.zeros_like(site.seen) for name, site in self.sites.items()}
 
+    @checked
     def slots(self, probes: Mapping[str, Array]) -> dict[str, Any]:
         """Return the scales, the key and the probe that each product gets."""
         made: dict[str, Any] = {}
@@ -233,6 +234,7 @@ class F8Scaling(AbstractLossScaling):
             return jax.random.key_data(key)
         return jax.random.key_data(jax.random.split(key, turns))
 
+    @checked
     def observe(self, seen: Mapping[str, Array], finite: Any) -> "F8Scaling":
         """Record what was seen in a step.
 
@@ -240,6 +242,11 @@ class F8Scaling(AbstractLossScaling):
             seen: The gradients of `probes`.
             finite: The step's verdict: if it is bad, nothing is recorded.
         """
+        if missing := [name for name in self.sites if name not in seen]:
+            raise ValueError(
+                "`seen` must have the gradients of all `probes`; missing are "
+                f"{', '.join(missing[:4])}. Give what the gradient transform returns for them."
+            )
         predicate = as_predicate(finite)
         good = jnp.asarray(True) if predicate is None else jnp.asarray(predicate)
         sites = {

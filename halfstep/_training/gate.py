@@ -42,7 +42,7 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
     predicate = as_predicate(finite)
     if predicate is None:
         return on_true
-    _check_same(on_false, on_true, "select_tree", "the other tree")
+    _check_same(on_false, on_true, "select_tree", "`on_true`, beside `on_false`,")
 
     def select(new: PyTree, old: PyTree) -> PyTree:
         if not is_array(new) or new is old:

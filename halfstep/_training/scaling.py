@@ -177,7 +177,7 @@ class DynamicLossScaling(AbstractLossScaling):
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
         """Return the scaling for the next step, given whether this step's gradients were finite."""
-        finite = as_predicate(grads_finite)
+        finite = as_predicate(grads_finite, "grads_finite")
         if finite is None:
             raise ValueError(
                 "DynamicLossScaling needs to know whether the gradients are finite, but the "
@@ -234,7 +234,7 @@ class StaticLossScaling(AbstractLossScaling):
 
     def adjust(self, grads_finite: Any) -> "StaticLossScaling":
         """Return the scaling itself."""
-        as_predicate(grads_finite)
+        as_predicate(grads_finite, "grads_finite")
         return self
 
 
@@ -277,5 +277,5 @@ class NoLossScaling(AbstractLossScaling):
 
     def adjust(self, grads_finite: Any) -> "NoLossScaling":
         """Return the scaling itself."""
-        as_predicate(grads_finite)
+        as_predicate(grads_finite, "grads_finite")
         return self

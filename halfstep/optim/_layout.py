@@ -186,7 +186,7 @@ def state_shardings(state: Any, params: Any) -> Any:
     meshes = {sharding.mesh for _, sharding in found.values() if sharding is not None}
     if len(meshes) != 1:
         raise ValueError(
-            "parameters must have shardings over one mesh; got "
+            "`params` must have shardings over one mesh; got "
             f"{len(meshes) or 'no'} mesh{'es' if len(meshes) != 1 else ''}. Give arrays, or "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))."
         )

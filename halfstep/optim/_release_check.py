@@ -18,7 +18,7 @@ def check_params(params: PyTree) -> int:
     if not isinstance(params, dict) or set(params) != {"outer", "layers"}:
         got = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
         raise TypeError(
-            "parameters must be a dict of 'layers', arrays with a first axis of layers, and "
+            "`params` must be a dict of 'layers', arrays with a first axis of layers, and "
             f"'outer', all parameters outside of the stack; got {got}. Without any of these, pass "
             "{'outer': {}, 'layers': layers}."
         )

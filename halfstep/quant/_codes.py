@@ -12,6 +12,8 @@ from jax.lax import bitcast_convert_type
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Shaped
 
+from halfstep._base import checked
+
 Values = Float32[Array, "..."]
 
 
@@ -62,12 +64,13 @@ class Code:
         """Whether the values are not negative and their square root is what is coded."""
         return self.curve in (Curve.ROOT, Curve.ROOT_FLOAT)
 
+    @checked
     def encode(
         self,
         value: Values,
         scale: Values,
         *,
-        noise: Any = None,
+        noise: Values | None = None,
         nearest: Callable[[Any], Any] = jnp.round,
     ) -> Shaped[Array, "..."]:
         """Return the codes of values.
@@ -91,6 +94,7 @@ class Code:
         position = value * (self.limit / jnp.maximum(scale, _TINY_ROOT))
         return jnp.clip(_root(position, noise, nearest), 1, self.limit).astype(self.stored)
 
+    @checked
     def decode(self, codes: Shaped[Array, "..."], scale: Values) -> Values:
         """Return the values of codes; for a code of roots, the square roots of the values."""
         position = codes.astype(jnp.float32)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from halfstep._base import checked
+from halfstep._base import checked, type_of
 
 SIZE = 32
 """How many elements share a scale."""
@@ -35,34 +35,50 @@ class Groups:
     axis: int
     size: int = SIZE
 
+    @checked
     def count(self, shape: Sequence[int]) -> int:
         """Return how many groups lie along the axis."""
+        if not -len(shape) <= self.axis < 0:
+            raise ValueError(
+                f"`shape` must have the axis of {self}, counted from the end; got {tuple(shape)}."
+            )
         return math.ceil(shape[self.axis] / self.size)
 
+    @checked
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of an array."""
         dims = list(shape)
         dims[self.axis] = self.count(shape)
         return tuple(dims)
 
+    @checked
     def divided(self, value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Give groups an axis of their own, which follows the divided one.
 
         A last group that is not full is filled with zeros.
         """
         axis, shape = value.ndim + self.axis, value.shape
+        if axis < 0:
+            raise ValueError(f"`value` must have the axis of {self}; got {type_of(value)}.")
         missing = self.count(shape) * self.size - shape[axis]
         if missing:
             value = jnp.pad(value, [(0, missing if i == axis else 0) for i in range(value.ndim)])
         return value.reshape(*shape[:axis], self.count(shape), self.size, *shape[axis + 1 :])
 
+    @checked
     def whole(self, value: Shaped[Array, "..."], shape: Sequence[int]) -> Shaped[Array, "..."]:
         """Undo `divided` for an array of a shape."""
         axis = len(shape) + self.axis
         full = (*shape[:axis], self.count(shape) * self.size, *shape[axis + 1 :])
+        if value.size != math.prod(full):
+            raise ValueError(
+                f"`value` must be what `divided` makes of an array of shape {tuple(shape)}; got "
+                f"{type_of(value)}."
+            )
         value = value.reshape(full)
         return value if full == tuple(shape) else value[tuple(map(slice, shape))]
 
+    @checked
     def aligned(self, scale: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Give scales an axis of size one where `divided` has that of a group."""
         return jnp.expand_dims(scale, scale.ndim + self.axis + 1)

@@ -248,7 +248,10 @@ def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("store:op:dot_general=int3", "a saved activation is one of keep, e4m3"),
+        (
+            "store:op:dot_general=int3",
+            "the outcome of a rule for saved activations is one of keep, e4m3",
+        ),
         ("store:dot_general=keep", "a rule for saved activations is a text such as"),
         ("store:scope:a@b=keep", "a rule for saved activations is a text such as"),
         ("store:line:m.py:1@line:m.py:2=keep", "a rule for saved activations is a text such as"),

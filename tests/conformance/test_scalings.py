@@ -198,6 +198,14 @@ class TestDynamic:
             DynamicLossScaling().adjust(verdict)
 
 
+def test_what_was_not_seen_is_named():
+    w, x = jnp.ones((32, 64)), jnp.ones((16, 32))
+    scaling = RECIPES["f8"].init(lambda w, x: jnp.sum(x @ w), w, x)
+    missing = r"`seen` must have the gradients of all `probes`; missing are dot_general\.0"
+    with pytest.raises(ValueError, match=missing):
+        scaling.observe({}, True)
+
+
 def test_none_compiles_nothing():
     scaling = NoLossScaling()
     jaxpr = jax.make_jaxpr(lambda x: scaling.unscale(scaling.scale(x)))(jnp.ones(3))

@@ -333,7 +333,7 @@ def test_errors_of_parameters():
     step, params, state, ids = broken()
     with pytest.raises(TypeError, match=r"got \['layers'\].*pass \{'outer': \{\}"):
         step({"layers": params["layers"]}, state, ids)
-    with pytest.raises(TypeError, match=r"parameters must be a dict.*got list"):
+    with pytest.raises(TypeError, match=r"`params` must be a dict.*got list"):
         step.init([params])
     uneven = {**params["layers"], "bias": jnp.zeros((4, 8))}
     with pytest.raises(

@@ -142,8 +142,16 @@ def test_shardings_of_another_tree():
               mesh=AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,)))  # fmt: skip
 
 
+def test_too_few_arguments():
+    match = r"`args` must be the arguments of the step, \(x\).*; got 0: missing a required argument"
+    with pytest.raises(halfstep.PreflightError, match=match):
+        lower(lambda x: x, (), platform="cuda")
+
+
 def test_a_specification_without_a_mesh():
-    with pytest.raises(halfstep.PreflightError, match=r"x has the specification .* mesh=\{"):
+    with pytest.raises(
+        halfstep.PreflightError, match=r"`shardings` gives x the specification .* mesh=\{"
+    ):
         sharded(P("data"))
 
 

@@ -395,7 +395,7 @@ def test_a_step_that_does_not_use_its_policy():
     ("options", "message"),
     [
         ({"make_step": {}}, "make_step is a function of a policy, or several by name; got {}"),
-        ({"compiles": 2}, "a plan takes at least 3 compiles; got compiles=2"),
+        ({"compiles": 2}, "a plan takes at least 3 compiles, and at most 10,000; got compiles=2"),
         ({"max_gradient_error": 0.0}, r"max_gradient_error is a share above 0; got 0\.0"),
         ({"max_gradient_error": 0.1}, "max_gradient_error needs batches: the step's arguments wi"),
     ],

@@ -7,6 +7,7 @@ StableHLO and the shapes of flat arguments, not Python.
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,12 +84,13 @@ def lower(
         shardings: How arguments are divided over it.
         device_kind: The GPU's own name, for kernels that are lowered by it.
     """
+    _check_count(step, args)
     names = argument_names(step, len(args))
     for number in donate_argnums:
-        if not 0 <= number < len(args):
+        if not (isinstance(number, int) and 0 <= number < len(args)):
             raise PreflightError(
                 f"donate_argnums must be positions of arguments, 0 to {len(args) - 1}; "
-                f"got {number}."
+                f"got {number!r}."
             )
     pairs, treedef = jtu.tree_flatten_with_path(args)
     specs = [None] * len(pairs) if shardings is None else spread(shardings, args)
@@ -141,6 +143,20 @@ def lower(
     )
 
 
+def _check_count(step: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise unless a step takes as many arguments as there are."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # Built-in callables have none.
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise PreflightError(
+            f"`args` must be the arguments of the step, {signature}; got {len(args)}: {error}."
+        ) from None
+
+
 def _within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
@@ -186,8 +202,8 @@ def _struct(
     if mesh is None:
         if sharding is not None:
             raise PreflightError(
-                f"{label} has the specification {sharding}, but there is no mesh. Give the sizes "
-                'of its axes, such as mesh={"data": 8}.'
+                f"`shardings` gives {label} the specification {sharding}, but there is no mesh. "
+                'Give the sizes of its axes, such as mesh={"data": 8}.'
             )
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     # An argument without a specification is on every device, as under `jax.jit` with a mesh.

@@ -12,6 +12,9 @@ from halfstep._preflight.steps import CompileOptions, Gemm, in_one_way
 from halfstep._preflight.target.mesh import MeshLike
 from halfstep._preflight.target.targets import Target, parse_target
 
+# More than anyone waits for.
+_MOST_COMPILES = 10_000
+
 
 @checked
 def plan(
@@ -107,7 +110,7 @@ def plan(
             budget,
             as_policy(policy),
             max_gradient_error,
-            tuple(batches or ()),
+            () if batches is None else tuple(batches),
             compiles,
             options,
             bar,
@@ -121,14 +124,15 @@ def _check(
     max_gradient_error: float | None,
     batches: Sequence[Sequence[Any]] | None,
 ) -> None:
-    if not makers:
+    if not makers or not all(map(callable, makers.values())):
         raise PreflightError(
             f"make_step is a function of a policy, or several by name; got {dict(makers)}. Pass "
             "make_step=, or a mapping with at least one."
         )
-    if compiles < 3:
+    if not 3 <= compiles <= _MOST_COMPILES:
         raise PreflightError(
-            f"a plan takes at least 3 compiles; got compiles={compiles}. Use compiles=12, say."
+            f"a plan takes at least 3 compiles, and at most {_MOST_COMPILES:,}; got "
+            f"compiles={compiles}. Use compiles=12, say."
         )
     if max_gradient_error is None:
         return

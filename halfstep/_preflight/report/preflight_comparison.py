@@ -5,7 +5,7 @@ import html as escaping
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from halfstep._base import Report, aligned, html_table, percent, size
+from halfstep._base import Report, aligned, checked, html_table, percent, size
 from halfstep._explain import LintError
 from halfstep._preflight.report.causes import causes
 from halfstep._preflight.report.changes import FIGURES, Change, changes
@@ -134,6 +134,7 @@ class PreflightComparison(Report):
             "only_after": [list(key) for key in self.only_after],
         }
 
+    @checked
     def check(self, *, peak: float | int) -> None:
         """Raise if an entry got worse; for tests and CI.
 

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
-from halfstep._base import Report, size
+from halfstep._base import Report, check_share, checked, size
 from halfstep._explain import LintError
 from halfstep._preflight.preflight_errors import DoesNotFitError
 from halfstep._preflight.report.peak_report import PeakReport, largest
@@ -92,6 +92,7 @@ class PreflightReport(Report):
         return {"entries": [entry.to_dict() for entry in self.entries]}
 
     @staticmethod
+    @checked
     def load(path: str | os.PathLike[str]) -> "PreflightReport":
         """Read a report that `to_json` or `halfstep preflight --json FILE` has written.
 
@@ -128,6 +129,7 @@ class PreflightReport(Report):
         """
         return PreflightReport(load(path))
 
+    @checked
     def compare(self, before: "PreflightReport | str | os.PathLike[str]") -> PreflightComparison:
         """Say what changed since an earlier report of the same step.
 
@@ -182,6 +184,7 @@ class PreflightReport(Report):
         if lines:
             raise DoesNotFitError("\n".join(lines))
 
+    @checked
     def check(self, *, f8: float | int) -> None:
         """Raise unless enough is in 8 bits, in every entry; for tests and CI.
 
@@ -196,6 +199,7 @@ class PreflightReport(Report):
         Raises:
             LintError: With every product that misses: its line, shapes, scope, and why.
         """
+        check_share("f8", f8)
         lines = [miss for entry in self.entries if (miss := f8_miss(entry, f8))]
         if lines:
             raise LintError("\n".join(lines))

@@ -186,7 +186,8 @@ def _slice(
 
 
 def _unknown(name: str) -> str:
-    message = f"unknown accelerator {name!r}; required one of {', '.join(map(repr, ACCELERATORS))}."
+    names = ", ".join(map(repr, ACCELERATORS))
+    message = f"target: unknown accelerator {name!r}; required one of {names}."
     for known, accelerator in ACCELERATORS.items():
         # "v5e-16", "h100x8": the names that clouds have for machines and slices.
         if re.fullmatch(f"{known}[-_ x]+[0-9x]+", name):

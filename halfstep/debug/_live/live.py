@@ -133,6 +133,7 @@ class Live(Report):
         """The newest values on one line; empty if nothing was read. It waits for nothing."""
         return line_of(self._latest, self._shares, self._name_above)
 
+    @checked
     def update(
         self,
         step: SupportsIndex,
@@ -173,6 +174,8 @@ class Live(Report):
                 "it would wait for the device. Count steps with `enumerate`."
             )
         number = operator.index(step)
+        if number.bit_length() > 63:
+            raise ValueError(f"`step` must have at most 63 bits; got {number.bit_length()}.")
         if number % self._every:
             return False
         given = _numbers(loss, scaling, ledger)
@@ -196,6 +199,7 @@ class Live(Report):
         self._read(wait=True)
         self._show(now=True)
 
+    @checked
     def close(self, *, wait: bool = True) -> None:
         """Show the last line, and leave it there. A bar that was given stays open.
 

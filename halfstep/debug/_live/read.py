@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from halfstep._base import type_of
+from halfstep._base import Shaped, described, type_of
 from halfstep._program import Finder, Frame
 from halfstep.debug._instrument.site import Site
 from halfstep.debug._instrument.stats import Column
@@ -186,14 +186,16 @@ def _check_number(name: str, value: Any) -> None:
             f"`{name}` is traced: `update` was called inside a compiled function. Return it "
             "from the step, and call `update` with what the step returns."
         )
-    # Converting an array would wait for its value; its dtype is known.
-    kind = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
-    is_real = jnp.issubdtype(kind, jnp.number) or kind == np.bool_
-    if np.shape(value) or not is_real or jnp.issubdtype(kind, jnp.complexfloating):
-        what = f"{kind}[{','.join(map(str, np.shape(value)))}]"
+    # Python's whole numbers have no largest one.
+    is_real = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
+    if isinstance(value, Shaped):
+        # Converting an array would wait for its value; its dtype is known.
+        kinds = (jnp.integer, jnp.floating, jnp.bool_)
+        is_real = not value.shape and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    if not is_real:
         raise ValueError(
             f"`{name}` must be one real number, an array without axes or a Python number; got "
-            f"{what}. Reduce it in the step, as `jnp.mean` does; over processes, as "
+            f"{described(value)}. Reduce it in the step, as `jnp.mean` does; over processes, as "
             "`jax.lax.pmean` does."
         )
 

@@ -29,7 +29,7 @@ from halfstep._base import (
     type_of,
     without_key_type,
 )
-from halfstep._training import Verdict
+from halfstep._training import Verdict, as_predicate
 
 _ARRAYS = "arrays"
 _ABOUT = "about.json"
@@ -96,7 +96,7 @@ class Capture:
             *args: What the step was given: parameters, state, batch, keys.
             **kwargs: The same, by name.
         """
-        is_finite = finite.finite if isinstance(finite, Verdict) else finite
+        is_finite = as_predicate(finite)
         if is_finite is None:
             raise ValueError(
                 f"the verdict was not computed (its `finite` is {is_finite}), as nothing scales "

@@ -60,6 +60,7 @@ class Log(eqx.Module):
         place = self.step % self.rows.shape[0]
         return Log(self.rows.at[place].set(rows), self.step + 1, self.layout)
 
+    @checked
     def report(self, *, step: int | None = None) -> DebugReport:
         """Say where it began, and what came before. Waits for the arrays.
 
@@ -107,6 +108,7 @@ class Recorder:
         ```
     """
 
+    @checked
     def __init__(
         self, func: Callable[..., Any], sites: Sites, last: int, compute: DTypeLike | None
     ):
