@@ -1,4 +1,4 @@
-"""What long runs and strange texts did, as text for the documentation."""
+"""What long runs, strange texts and random programs did, as text for the documentation."""
 
 from typing import Any
 
@@ -32,3 +32,50 @@ def fuzz_text(result: dict[str, Any]) -> str:
     crashes = sum(row["crashed"] for row in result["rows"])
     heads = {"target": "what reads them", "executions": "texts"}
     return f"{table(rows, heads)}\n\nCrashes: {crashes}."
+
+
+_OUTCOMES = {
+    "same": "as the oracle says",
+    "skipped: refused": "refused by a message: its policy has a rule for something it has not",
+    "skipped: JAX refuses": "not compared: JAX cannot differentiate or map the plain program",
+    "skipped: a constant": "not compared: a constant that several numbers round to",
+    "failed": "failed",
+}
+
+
+def random_programs_text(result: dict[str, Any]) -> str:
+    """How many programs were compared, why others were not, and what the oracle can see."""
+    made = result["programs"]
+    counts: dict[str, int] = {}
+    for kind, count in made["outcomes"].items():
+        starts = (told for start, told in _OUTCOMES.items() if kind.startswith(start))
+        told = next(starts, "not compared for another reason")
+        counts[told] = counts.get(told, 0) + count
+    rows = [{"what": what, "programs": f"{count:,}"} for what, count in counts.items()]
+    each = made["seconds"] / max(made["programs"], 1)
+    text = (
+        f"{made['programs']:,} programs: {made['compared']:,} compared with the oracle as they are "
+        f"traced, {made['run']:,} of them also as XLA runs them, "
+        f"{len(made['failures'])} failures; {each:.1f} seconds each.\n\n"
+        f"{table(rows, {'what': 'what became of them', 'programs': 'programs'})}"
+    )
+    return f"{text}\n\n{_planted(result['planted'])}" if result["planted"] else text
+
+
+def _planted(found: list[dict[str, Any]]) -> str:
+    rows = [
+        {
+            "error": f"{row['error']}, {row['in']} pass",
+            "planted": f"{row['planted']:,}",
+            "function": f"{row['function']:.1%}",
+            "rounding": f"{row['rounding']:.1%}",
+        }
+        for row in found
+    ]
+    columns = {
+        "error": "planted error",
+        "planted": "programs",
+        "function": "found as traced",
+        "rounding": "found as run",
+    }
+    return f"Errors that were planted in one operation of each program:\n\n{table(rows, columns)}"

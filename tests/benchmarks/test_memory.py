@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import halfstep
-from benchmarks import _figure, memory, render
+from benchmarks import _figure, _memory_tables, memory, render
 from benchmarks._models import Model, gpt, vit
 from benchmarks._steps import VARIANTS, arguments
 from halfstep._preflight.preflight_errors import RefusedError
@@ -257,7 +257,7 @@ def test_what_a_compiler_does_not_say_is_left_out():
     fits = {**row, "step": "halfstep, bf16", "peak_bytes": 2**20, "argument_bytes": 2**10}
     made = memory.with_ratios([gave_up, fits])
     assert made == [gave_up, fits]
-    assert render._by_batch(made, "peak", ("v5e",)) == [
+    assert _memory_tables.by_batch(made, "peak", ("v5e",)) == [
         {"model": "m", "batch": 8, "halfstep, bf16": "1"}
     ]
     # With a figure of what it would take, there is a floor, of the arguments of the other.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import _works_with, ecosystem, fuzz_programs
+from benchmarks._hardening import random_programs_text
 from benchmarks._report import report
 
 RAN: dict[str, Any] = {"programs": 100, "compared": 95, "failures": []}
@@ -51,6 +52,37 @@ def test_a_run_that_was_stopped_goes_on():
     }
     with pytest.raises(ValueError, match="must begin at seed 110; got 120"):
         fuzz_programs.added(ran(100, []), ran(120, []))
+
+
+def test_what_failed_runs_again(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+
+    def again(seeds: Any, *_: Any) -> dict[str, Any]:
+        asked.extend(seeds)
+        left = {"programs": 2, "compared": 1, "run": 0, "seconds": 0.5}
+        return {**left, "outcomes": {"same": 1, "failed": 1}, "failures": [{"seed": 104}]}
+
+    monkeypatch.setattr(fuzz_programs, "programs", again)
+    first = ran(100, [{"seed": 104}, {"seed": 107}])
+    first |= {"compared": 8, "outcomes": {"same": 8, "failed": 2}}
+    made = fuzz_programs.mended(first, 0.1, 2)
+    assert asked == [104, 107]
+    assert (made["programs"], made["compared"], made["failures"]) == (10, 9, [{"seed": 104}])
+    assert made["outcomes"] == {"same": 9, "failed": 1}
+    assert fuzz_programs.mended(ran(100, []), 0.1, 2) == ran(100, [])
+
+
+def test_random_programs_as_text():
+    made = ran(100, [{"seed": 104}])
+    made["outcomes"] = {"same": 6, "same, run": 2, "skipped: JAX refuses x": 1, "failed": 1}
+    planted = {**PLANTED, "planted": 40, "function": 0.975, "rounding": 0.5}
+    text = random_programs_text({"programs": made, "planted": [planted]})
+    assert "10 programs: 10 compared" in text
+    assert "1 failures" in text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["as the oracle says", "8"] in lines
+    assert ["failed", "1"] in lines
+    assert ["10%, forward pass", "40", "97.5%", "50.0%"] in lines
 
 
 def test_a_run_of_other_versions_does_not_go_on(tmp_path: pathlib.Path):

@@ -396,7 +396,19 @@ def _wide_parameter(value: Any, evaluator: Evaluator) -> Any:
         return _wide_program(value, evaluator)
     if isinstance(value, core.Jaxpr):
         return _wide_program(ClosedJaxpr(value, ()), evaluator).jaxpr
+    if isinstance(value, jax.lax.RaggedDotDimensionNumbers):
+        # A map of a map leaves NumPy's integers here, on which JAX's own lowering fails.
+        return jax.lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=_whole(value.dot_dimension_numbers),
+            lhs_ragged_dimensions=_whole(value.lhs_ragged_dimensions),
+            rhs_group_dimensions=_whole(value.rhs_group_dimensions),
+        )
     return value
+
+
+def _whole(numbers: Any) -> Any:
+    """The same tuples with Python's integers."""
+    return tuple(map(_whole, numbers)) if isinstance(numbers, Sequence) else int(numbers)
 
 
 def _wide_program(program: ClosedJaxpr, evaluator: Evaluator) -> ClosedJaxpr:
