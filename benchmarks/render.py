@@ -34,6 +34,7 @@ from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimiz
 from benchmarks.plan import text as plan_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
+from benchmarks.saving import text as saving_text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -400,6 +401,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "plan_training": training_text,
         "release": release,
         "remat": remat_text,
+        "saving": saving_text,
         "scale": scale_text,
         "soak": soak_text,
         "training": training,
