@@ -159,7 +159,7 @@ def pairs(size: int, rounds: int) -> Iterator[tuple[Run, Run]]:
     count = max(size // LEAF, 1)
     key = jax.random.key(0)
     state = {
-        f"w{n}": jax.random.normal(jax.random.fold_in(key, n), LEAF // 4) for n in range(count)
+        f"w{n}": jax.random.normal(jax.random.fold_in(key, n), (LEAF // 4,)) for n in range(count)
     }
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * jnp.float32(1.001), tree))
     makers: tuple[Callable[[pathlib.Path], Saver], ...] = (Alone, Ours)
