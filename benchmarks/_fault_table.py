@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks._report import table
+from tests.scale._reactions import COORDINATOR
 
 
 def text(found: dict[str, Any]) -> str:
@@ -43,10 +44,13 @@ def text(found: dict[str, Any]) -> str:
 def _reactions(found: dict[str, Any]) -> str:
     names = {
         "SIGKILL": "killed",
+        COORDINATOR: "killed, the one that the other is connected with",
         "exception": "raises",
         "hang": "hangs",
         "SIGSTOP": "is stopped",
         "SIGTERM": "is told to end (SIGTERM)",
+        "slow": "is slow: 1.5 seconds in each of four steps",
+        "late": "is started 5 seconds late",
     }
     rows = []
     for row in found["ended"]:
@@ -54,6 +58,8 @@ def _reactions(found: dict[str, Any]) -> str:
         if row["fault"] == "SIGTERM":
             first, second = found["stopped_after"]
             how = f"both end well, after the steps {first} and {second}"
+        elif row["fault"] in ("slow", "late"):
+            how = "both end well"
         elif row["fault"] == "SIGSTOP":
             how = "the other ends, with an error"
         rows.append({"fault": names[row["fault"]], "seconds": row["seconds"], "how": how})

@@ -69,7 +69,12 @@ def reactions() -> dict[str, Any]:
     return {
         "limit": _reactions.LIMIT,
         "ended": [{name: row[name] for name in ("fault", "seconds", "codes")} for row in seen],
-        "stopped_after": [result["stopped"] for row in seen for result in row["results"]],
+        "stopped_after": [
+            result["stopped"]
+            for row in seen
+            for result in row["results"]
+            if row["fault"] == "SIGTERM"
+        ],
         "bad_numbers": {
             bad: [
                 {"finite": b["finite"], "scale": b["scale"]}

@@ -11,22 +11,26 @@ from tests.scale._processes import Group
 
 LIMIT = 3
 """Of the watchdogs, in seconds."""
-FAULTS = ("SIGKILL", "exception", "hang", "SIGSTOP", "SIGTERM")
+COORDINATOR = "SIGKILL, process 0"
+"""Process 0 is the one that all others are connected with."""
+FAULTS = ("SIGKILL", COORDINATOR, "exception", "hang", "SIGSTOP", "SIGTERM", "slow", "late")
 
 
 def react(fault: str, out: pathlib.Path) -> dict[str, Any]:
     """Let something happen to process 1 in the middle of a run, and see how both end."""
-    # A signal to stop is no fault: nothing is to be cut short.
+    # A signal to stop is not a fault: nothing is to be cut short.
     limit = 60 if fault == "SIGTERM" else LIMIT
+    number, _, place = fault.partition(", process ")
+    victim = int(place or 1)
     argv = ["loop", str(out), "--fault", fault, "--limit", str(limit)]
     with Group(_worker.main, argv, 2, out) as group:
         _reach(group, out)
         begin = time.monotonic()
         if fault.startswith("SIG"):
-            group.send(1, getattr(signal, fault))
+            group.send(victim, getattr(signal, number))
         if fault != "SIGSTOP":
-            group.processes[1].join(60)
-        group.processes[0].join(60)
+            group.processes[victim].join(60)
+        group.processes[1 - victim].join(60)
         took = time.monotonic() - begin
         codes = [process.exitcode for process in group.processes]
         said = [log.read_text(errors="replace") for log in group.logs]

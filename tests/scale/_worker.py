@@ -24,6 +24,10 @@ from halfstep import debug, optim
 from halfstep.integrations.orbax import Checkpoints
 from halfstep.reliability import Preemption, ReplicaError, Watchdog, replica_check
 
+LATE = 5.0
+"""Seconds that a process comes late."""
+LAST = 8
+"""The last step of a run that nothing ends."""
 OPTIMIZER = optax.sgd(0.1)
 FLASH = optim.flash_adamw(1e-3, min_size=64)
 
@@ -151,6 +155,23 @@ def recorded(mesh: Mesh, out: pathlib.Path) -> Any:
     return {"verdicts": verdicts, "bits": bits(log), "found": found, "step": report.step}
 
 
+def many(mesh: Mesh, out: pathlib.Path, steps: int) -> Any:
+    """So many steps that a list of them is long, the last of which is damaged."""
+    like = {"w": start(mesh)["params"]["w"]}
+    with Checkpoints(out / "many", keep=steps) as checkpoints:
+        for number in range(1, steps + 1):
+            checkpoints.save(number, like)
+        checkpoints.wait()
+        listed = checkpoints.steps()
+        if jax.process_index() == 0:
+            (out / "many" / str(steps) / "about" / "manifest.json").write_text("{}")
+        multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            last, _ = checkpoints.restore(like)
+    return {"count": len(listed), "latest": listed[-1], "restored": last}
+
+
 def together(mesh: Mesh, out: pathlib.Path) -> Any:
     """All of the above, for one start of the processes."""
     parts = (bad_numbers, recorded, flipped, ledger_of_each, damaged)
@@ -168,12 +189,17 @@ def loop(mesh: Mesh, out: pathlib.Path, fault: str, limit: float) -> Any:
         for number in range(1, 100_000):
             state, finite, _ = step(state, batch(mesh))
             assert bool(finite)
+            if number >= 5 and fault == "slow" and jax.process_index() == 1:
+                # Longer than any other step, and shorter than the limit.
+                time.sleep(0.5 * limit)
             if number == 5:
                 (out / f"five-{jax.process_index()}").touch()
                 if jax.process_index() == 1 and fault == "hang":
                     time.sleep(600)
                 if jax.process_index() == 1 and fault == "exception":
                     raise RuntimeError("of process 1 alone")
+            if number == LAST and fault in ("slow", "late"):
+                return {"stopped": number, "bits": bits(state)}
             watchdog.tick(number)
             if preemption.reached(number):
                 return {"stopped": number, "bits": bits(state)}
@@ -247,14 +273,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--fault", default="")
     parser.add_argument("--limit", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--coordinator")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0)
     options = parser.parse_args(argv)
+    if options.fault == "late" and options.process == 1:
+        # A machine that boots longer than the others.
+        time.sleep(LATE)
     with connected(options.coordinator, options.processes, options.process):
         sizes = (jax.device_count() // options.fsdp, options.fsdp)
         mesh = jax.make_mesh(sizes, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-        more = (options.fault, options.limit) if options.what == "loop" else ()
-        found = globals()[options.what](mesh, options.out, *more)
+        more = {"loop": (options.fault, options.limit), "many": (options.steps,)}
+        found = globals()[options.what](mesh, options.out, *more.get(options.what, ()))
         (options.out / f"{options.what}-{jax.process_index()}.json").write_text(json.dumps(found))

@@ -50,6 +50,7 @@ def test_what_one_process_has_all_know(tmp_path: pathlib.Path):
 
 SAYS = {
     "SIGKILL": "",
+    _reactions.COORDINATOR: "",
     "exception": "RuntimeError: of process 1 alone",
     "hang": "has not finished the step after 4 within 3 seconds and is ended",
     "SIGSTOP": "",
@@ -69,12 +70,32 @@ def test_all_end_within_the_limit(fault: str, tmp_path: pathlib.Path):
         assert "in loop" in found["said"][1]
 
 
+@pytest.mark.parametrize("fault", ["slow", "late"])
+def test_all_wait_for_one_that_is_slow(fault: str, tmp_path: pathlib.Path):
+    found = _reactions.react(fault, tmp_path)
+    assert found["codes"] == [0, 0], found["said"]
+    first, second = found["results"]
+    assert first == second
+    assert first["stopped"] == _worker.LAST
+    if fault == "slow":
+        # Longer in all than the limit, which is for one step.
+        assert found["seconds"] > _reactions.LIMIT
+
+
 def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path: pathlib.Path):
     found = _reactions.react("SIGTERM", tmp_path)
     assert found["codes"] == [0, 0], found["said"]
     first, second = found["results"]
     assert first == second
     assert first["stopped"] >= 5
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_four_processes_agree_among_many_steps(steps: int, tmp_path: pathlib.Path):
+    argv = ["many", str(tmp_path), "--steps", str(steps)]
+    with Group(_worker.main, argv, 4, tmp_path) as group:
+        found = results(group, tmp_path, "many", seconds=60 + steps)
+    assert found == [{"count": steps, "latest": steps, "restored": steps - 1}] * 4
 
 
 def manifest(out: pathlib.Path, step: int) -> Any:
