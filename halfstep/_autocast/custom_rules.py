@@ -39,7 +39,7 @@ def _run_custom_jvp(call: Call) -> list[Any]:
 
     @jax.custom_jvp
     def func(*values: Any) -> Any:
-        return tuple(run(inner, values, decision.outs))
+        return _arrays(run(inner, values, decision.outs))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         if custom.symbolic_zeros:
@@ -61,7 +61,7 @@ def _run_custom_jvp(call: Call) -> list[Any]:
         results = run(made, given, [*decision.outs, *of_tangents])
         count = len(decision.outs)
         nonzero = iter(results[count:])
-        out = tuple(results[:count])
+        out = _arrays(results[:count])
         return out, tuple(
             zero_tangent(value) if zero else next(nonzero)
             for value, zero in zip(out, out_zeros, strict=True)
@@ -103,7 +103,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
 
     @jax.custom_vjp
     def func(*values: Any) -> Any:
-        return tuple(run(inner, values, decision.outs))
+        return _arrays(run(inner, values, decision.outs))
 
     @_without_closures(custom)
     def forward(*primals: Any) -> Any:
@@ -125,7 +125,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         kept = [next(made_here) if n is None else handed_on[n] for n in forwarded]
         # What they are is known when the function is traced, and the same each time.
         shapes[:] = [(kind, aval) for _, kind, aval in kept]
-        return tuple(results[stored:]), tuple(value for value, *_ in kept)
+        return _arrays(results[stored:]), tuple(value for value, *_ in kept)
 
     shapes: list[tuple[Kind, Any]] = []
     outs = [inner.graph.aval(operand) for operand in inner.graph.outputs]
@@ -167,6 +167,15 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     # results are used.
     func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
     return list(func(*operands))
+
+
+def _arrays(results: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """Return results as arrays: some may be numbers that are written into the program.
+
+    JAX hands on the results of a custom rule unchanged, and differentiating a `shard_map` that
+    reads one of them fails on NumPy's arrays.
+    """
+    return tuple(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results)
 
 
 def _gradients(
@@ -240,10 +249,12 @@ def _run_custom_vmap(call: Call) -> list[Any]:
             for value, aval in zip(values, avals, strict=True)
         ]
         made = plan(graph_of(jax.make_jaxpr(mapped)(*traced), node.scope), kinds, inner.settings)
-        return tuple(run(made, values, decision.outs)), tuple(found)
+        return _arrays(run(made, values, decision.outs)), tuple(found)
 
     return list(
-        custom.bind(lambda *values: tuple(run(inner, values, decision.outs)), rule, *call.operands)
+        custom.bind(
+            lambda *values: _arrays(run(inner, values, decision.outs)), rule, *call.operands
+        )
     )
 
 

@@ -74,3 +74,32 @@ def test_axes_order_nothing():
     traced = jax.make_jaxpr(jax.grad(lambda x: low(x).sum()))
     names = [equation.primitive.name for equation in equations(traced(VALUES).jaxpr)]
     assert names.count("remat2") + names.count("checkpoint") <= 1
+
+
+@jax.custom_vjp
+def half_by_vjp(x: Array) -> Array:
+    return jnp.full((), 0.5)
+
+
+half_by_vjp.defvjp(lambda x: (jnp.full((), 0.5), x), lambda x, cotangent: (x * cotangent,))
+
+
+@jax.custom_jvp
+def half_by_jvp(x: Array) -> Array:
+    return jnp.full((), 0.5)
+
+
+half_by_jvp.defjvp(lambda _, tangents: (jnp.full((), 0.5), jnp.sum(tangents[0])))
+
+
+@pytest.mark.parametrize("half", [half_by_vjp, half_by_jvp])
+def test_a_constant_of_a_custom_rule_goes_into_a_shard_map(half: Callable[[Array], Array]):
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    scaled = jax.shard_map(lambda x, y: x * y, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+
+    def loss(w: Array, x: Array) -> Array:
+        return jnp.sum(scaled(x @ w, half(w)))
+
+    x = jnp.ones((DEVICES, 4))
+    made = jax.jit(jax.grad(halfstep.autocast(loss, "bf16")))(WEIGHTS, x)
+    np.testing.assert_allclose(made, jax.grad(loss)(WEIGHTS, x), rtol=jnp.finfo("bfloat16").eps)
