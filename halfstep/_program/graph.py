@@ -133,10 +133,25 @@ def graph_of(function: ClosedJaxpr, scope: str = "") -> Graph:
     return Graph(
         inputs,
         tuple(builder.constants),
-        tuple(builder.nodes),
+        _live(builder.nodes, outputs),
         tuple(outputs),
         tuple(builder.avals),
     )
+
+
+def _live(nodes: Sequence[Node], outputs: Sequence[Operand]) -> tuple[Node, ...]:
+    """The operations whose results are read, or that have an effect.
+
+    JAX drops all others when it differentiates a jitted function or a loop, and so never asks for
+    their derivatives or their rules for `vmap`, which some have not.
+    """
+    needed = {operand for operand in outputs if not isinstance(operand, Constant)}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if node.effects or not needed.isdisjoint(node.outs):
+            needed.update(operand for operand in node.ins if not isinstance(operand, Constant))
+            kept.append(node)
+    return tuple(reversed(kept))
 
 
 def is_of_jax(jaxpr: core.Jaxpr) -> bool:
