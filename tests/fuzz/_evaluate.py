@@ -378,7 +378,13 @@ def _bound(equation: Any, values: Sequence[Any], evaluator: Evaluator) -> list[A
         return [
             jax.lax.bitcast_convert_type(_as(values[0], declared), equation.params["new_dtype"])
         ]
-    return bind_again(equation.primitive, _widened(equation.params, evaluator), values)
+    try:
+        return bind_again(equation.primitive, _widened(equation.params, evaluator), values)
+    except TypeError as error:
+        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+            raise
+        # The plain program is traced for reverse mode, and has what JAX cannot run by itself.
+        raise Unsupported(f"{equation.primitive.name} holds a rule for reverse mode") from error
 
 
 def _as(value: Any, dtype: Any) -> Any:
