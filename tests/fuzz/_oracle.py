@@ -385,6 +385,9 @@ def _same_function(reference: Reference, low: ClosedJaxpr, got: Sequence[Any]) -
     for place in different:
         off = apart(reference.exact[place], got[place])
         if off > SENSITIVE * deviations[place] + SAME:
+            if off <= np.finfo(np.float32).eps:
+                # What depends on no argument may be computed while one of the programs is traced.
+                raise Skipped("JAX rounds a constant to float32 when it traces one of the programs")
             raise Failure(
                 "another function",
                 f"{reference.names()[place]} differs by {off:.3g} of its size without any "
