@@ -38,7 +38,9 @@ def test_a_changed_number_is_noticed(tmp_path, monkeypatch, capsys: pytest.Captu
 def test_results_name_their_command_and_versions():
     for path in render.RESULTS.glob("*.json"):
         result = json.loads(path.read_text())
-        assert result["command"].startswith(f"python -m benchmarks.{path.stem} ")
+        # A second run of one benchmark, with the oldest JAX that is supported, has its own file.
+        module = path.stem.removesuffix("_oldest")
+        assert result["command"].startswith(f"python -m benchmarks.{module} ")
         assert {"halfstep", "jax", "python"} <= set(result["versions"])
 
 
