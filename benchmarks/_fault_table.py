@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks._report import table
+from tests.scale import _worker
 from tests.scale._reactions import COORDINATOR
 
 
@@ -49,8 +50,11 @@ def _reactions(found: dict[str, Any]) -> str:
         "hang": "hangs",
         "SIGSTOP": "is stopped",
         "SIGTERM": "is told to end (SIGTERM)",
-        "slow": "is slow: 1.5 seconds in each of four steps",
-        "late": "is started 5 seconds late",
+        "slow": (
+            f"is slow: {_worker.SLOW * found['limit']:g} seconds in each of "
+            f"{_worker.LAST - _worker.FIRST + 1} steps"
+        ),
+        "late": f"is started {_worker.LATE:g} seconds late",
     }
     rows = []
     for row in found["ended"]:

@@ -45,6 +45,12 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or "unknown"
 
 
+def resident_bytes() -> int:
+    """Memory of this process that is in use, as Linux counts it."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def parser(module: str, description: str) -> argparse.ArgumentParser:
     """An argument parser with `--json`, which every benchmark has."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)

@@ -121,6 +121,23 @@ def added(made: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     last = made["first_seed"] + made["programs"]
     if more["first_seed"] != last:
         raise ValueError(f"the next run must begin at seed {last}; got {more['first_seed']}")
+    return _summed(made, more)
+
+
+def mended(made: dict[str, Any], run: float, processes: int) -> dict[str, Any]:
+    """A run with its failures run again: what was wrong with them may have been mended."""
+    if not made["failures"]:
+        return made
+    failed = [failure["seed"] for failure in made["failures"]]
+    outcomes = collections.Counter(made["outcomes"])
+    outcomes["failed"] -= len(failed)
+    others = made["programs"] - len(failed)
+    rest = {**made, "programs": others, "outcomes": outcomes, "failures": []}
+    return _summed(rest, programs(failed, run, processes))
+
+
+def _summed(made: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    # The sum of two counters leaves out what was counted zero times.
     outcomes = collections.Counter(made["outcomes"]) + collections.Counter(more["outcomes"])
     sums = ("programs", "compared", "run", "seconds")
     return {
@@ -128,22 +145,6 @@ def added(made: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         **{name: round(made[name] + more[name], 1) for name in sums},
         "outcomes": dict(outcomes.most_common()),
         "failures": [*made["failures"], *more["failures"]],
-    }
-
-
-def mended(made: dict[str, Any], run: float, processes: int) -> dict[str, Any]:
-    """A run with its failures run again: what was wrong with them may have been mended."""
-    if not made["failures"]:
-        return made
-    more = programs([failure["seed"] for failure in made["failures"]], run, processes)
-    outcomes = collections.Counter(made["outcomes"]) + collections.Counter(more["outcomes"])
-    outcomes["failed"] -= more["programs"]
-    sums = ("compared", "run", "seconds")
-    return {
-        **made,
-        **{name: round(made[name] + more[name], 1) for name in sums},
-        "outcomes": {kind: count for kind, count in outcomes.most_common() if count},
-        "failures": more["failures"],
     }
 
 
@@ -218,8 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         # For the processes that are started: they import JAX, this one does not. A quarter of their
         # time would go into compiling single operations, most of which others have compiled before.
-        os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=_FLAGS, JAX_COMPILATION_CACHE_DIR=folder)
-        os.environ.update(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+        os.environ.update(
+            JAX_PLATFORMS="cpu",
+            XLA_FLAGS=_FLAGS,
+            JAX_COMPILATION_CACHE_DIR=folder,
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
         results = _results(parsed)
     made = results["programs"]
     each = made["seconds"] / max(made["programs"], 1)

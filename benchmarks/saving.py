@@ -1,4 +1,4 @@
-"""What saving and restoring cost, beside Orbax alone.
+"""What saving and restoring cost, compared with Orbax alone.
 
     python -m benchmarks.saving --json benchmarks/results/saving.json
 
@@ -8,6 +8,7 @@ disk, how long `restore` takes, and how much memory of the host saving takes on 
 medians of ratios of neighboring runs. Needs `halfstep[orbax]`.
 """
 
+import contextlib
 import pathlib
 import statistics
 import sys
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from benchmarks._report import parser, report, table, write
+from benchmarks._report import parser, report, resident_bytes, table, write
 from halfstep.integrations.orbax import Checkpoints
 
 MODULE = "benchmarks.saving"
@@ -80,8 +81,8 @@ class Ours:
     """The same with `Checkpoints`."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        self.checkpoints = Checkpoints(folder, keep=1)
-        self.checkpoints.__enter__()
+        self._open = contextlib.ExitStack()
+        self.checkpoints = self._open.enter_context(Checkpoints(folder, keep=1))
 
     def save(self, step: int, state: Any) -> None:
         """Begin to save."""
@@ -97,7 +98,7 @@ class Ours:
 
     def close(self) -> None:
         """Give back threads and the lock."""
-        self.checkpoints.__exit__(None, None, None)
+        self._open.close()
 
 
 class Run(NamedTuple):
@@ -113,11 +114,11 @@ class Memory:
     """The most memory that this process has while a block runs, more than before."""
 
     def __init__(self) -> None:
-        self.most = 0.0
+        self.most = 0
         self._over = threading.Event()
 
     def __enter__(self) -> "Memory":
-        self._before = _resident()
+        self._before = resident_bytes()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -128,11 +129,7 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._over.wait(0.01):
-            self.most = max(self.most, _resident() - self._before)
-
-
-def _resident() -> float:
-    return float(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+            self.most = max(self.most, resident_bytes() - self._before)
 
 
 def measured(saver: Saver, step: int, state: Any) -> Run:
@@ -163,8 +160,11 @@ def pairs(size: int, rounds: int) -> Iterator[tuple[Run, Run]]:
     }
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * jnp.float32(1.001), tree))
     makers: tuple[Callable[[pathlib.Path], Saver], ...] = (Alone, Ours)
-    with tempfile.TemporaryDirectory() as folder:
-        savers = [make(pathlib.Path(folder, make.__name__)) for make in makers]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
+        savers = [
+            opened.enter_context(contextlib.closing(make(pathlib.Path(folder, make.__name__))))
+            for make in makers
+        ]
         for step in tqdm(range(rounds + 1), unit="round"):
             state = jax.block_until_ready(advance(state))
             # In turn the first: the second finds a disk that is busy.
@@ -172,8 +172,6 @@ def pairs(size: int, rounds: int) -> Iterator[tuple[Run, Run]]:
             made = {place: measured(savers[place], step, state) for place in order}
             if step:
                 yield made[0], made[1]
-        for saver in savers:
-            saver.close()
 
 
 def ratios(made: Sequence[tuple[Run, Run]]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ import optax
 from tqdm import tqdm
 
 import halfstep
-from benchmarks._report import parser, report, table, write
+from benchmarks._report import parser, report, resident_bytes, table, write
 from halfstep import debug
 from halfstep.integrations.orbax import Checkpoints
 from halfstep.reliability import Watchdog, replica_check
@@ -60,10 +60,9 @@ class Compiles:
 def counts(folder: pathlib.Path, compiles: Compiles) -> dict[str, int]:
     """What there is now."""
     own = pathlib.Path("/proc/self")
-    pages = int((own / "statm").read_text().split()[1])
     children = sum(_children(task) for task in (own / "task").iterdir())
     return {
-        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "memory": resident_bytes(),
         "open files": len(os.listdir(own / "fd")),
         "threads": threading.active_count(),
         "child processes": children,

@@ -228,8 +228,9 @@ def complaint(call: Call, name: str, value: Any) -> str | None:
             return f"by accident in {where.name}:{frames[-1].lineno}: {text}"
         # A text that is read, and a file, are told by what they are.
         is_told = name in _READ and any(said in str(error) for said in (str(value), repr(value)))
-        # Of several, the one that is wrong is named: `target` of `targets`.
-        if not (is_told or re.search(rf"\b{name.removesuffix('s')}s?\b", str(error))):
+        # Of several targets, the one that is wrong is named: `target`.
+        called = "targets?" if name == "targets" else name
+        if not (is_told or re.search(rf"\b{called}\b", str(error))):
             return f"does not name `{name}`: {text}"
     return None
 

@@ -152,5 +152,5 @@ class TestSelectTree:
             halfstep.select_tree(
                 jnp.asarray(True), {"w": jnp.ones(2, "float16")}, {"w": jnp.ones(2)}
             )
-        with pytest.raises(ValueError, match="keep its tree structure"):
+        with pytest.raises(ValueError, match="`on_true` to have the tree structure of `on_false`"):
             halfstep.select_tree(jnp.asarray(True), {"w": 1}, {"v": 1})

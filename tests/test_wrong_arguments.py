@@ -17,8 +17,8 @@ from halfstep._preflight import steps
 from halfstep.compat import jaxamp
 from tests import _wrong_arguments as wrong
 
-# These take seconds where they accept what they are given.
-SLOW = ("F8Scaling", "bisect", "halfstep.plan", "preflight")
+# These take seconds where they accept what they are given, or their examples do.
+SLOW = ("F8Scaling", "SiteState", "bisect", "Bisection", "Needed", "plan", "Plan", "preflight")
 # A folder that is written to is another one afterwards; and rules are matched with every operation
 # of a trace, too often for a check.
 LEFT_OUT = ("Checkpoints.save", "Checkpoints.restore", ".matches")

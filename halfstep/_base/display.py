@@ -56,11 +56,11 @@ class Report(abc.ABC):
 
         JSON has no infinity and no NaN: such numbers are the texts `"inf"`, `"-inf"` and `"nan"`.
         """
-        made = _as_json(self.to_dict())
         if not isinstance(path, str | os.PathLike | None):
             raise TypeError(
                 f"`path` of `to_json` must be a path or None; got {path!r} ({type(path).__name__})."
             )
+        made = _as_json(self.to_dict())
         if path is not None:
             pathlib.Path(path).write_text(made + "\n")
         return made

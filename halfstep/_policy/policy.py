@@ -16,8 +16,8 @@ import numpy as np
 from halfstep._base import DTypeLike, checked, compile_rule, dtype_name, parse_dtype
 from halfstep._policy.cast import cast_tree
 from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
-from halfstep._policy.rules import PrecisionRule, as_rule
-from halfstep._policy.store_rules import StoreRule, as_store_rule
+from halfstep._policy.rules import PrecisionRule
+from halfstep._policy.store_rules import StoreRule
 
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]
@@ -139,11 +139,15 @@ class Policy:
             "compute": parse_dtype(compute),
             "output": parse_dtype(output),
             "keep": tuple(keep),
-            "rules": tuple(map(as_rule, rules)),
+            "rules": tuple(
+                PrecisionRule.parse(rule) if isinstance(rule, str) else rule for rule in rules
+            ),
             "accumulate": _accumulator(accumulate, parse_dtype(compute)),
             "recipe": as_recipe(recipe),
             "residuals": residuals,
-            "stores": tuple(map(as_store_rule, stores)),
+            "stores": tuple(
+                StoreRule.parse(rule) if isinstance(rule, str) else rule for rule in stores
+            ),
             "mode": mode,
         }
         if mode == "inputs" and any(values[name] for name in _OF_OPERATIONS):

@@ -188,12 +188,3 @@ def plain_scope(scope: str) -> str:
     if "(" not in scope:
         return scope
     return _TRANSFORMS.sub("", scope).replace(")", "")
-
-
-def as_rule(rule: object) -> PrecisionRule:
-    """A rule from its text, or the rule itself."""
-    if isinstance(rule, PrecisionRule):
-        return rule
-    if isinstance(rule, str):
-        return PrecisionRule.parse(rule)
-    raise TypeError(f"a rule is a PrecisionRule or a text such as 'op:tanh=compute'; got {rule!r}.")

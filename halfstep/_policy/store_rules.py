@@ -152,14 +152,3 @@ def _check_outcome(outcome: object) -> Any:
             f"{outcome!r}."
         )
     return outcome
-
-
-def as_store_rule(rule: object) -> StoreRule:
-    """A rule from its text, or the rule itself."""
-    if isinstance(rule, StoreRule):
-        return rule
-    if isinstance(rule, str):
-        return StoreRule.parse(rule)
-    raise TypeError(
-        f"a rule is a StoreRule or a text such as 'store:op:dot_general=e4m3'; got {rule!r}."
-    )

@@ -42,8 +42,11 @@ def select_tree(finite: Any, on_true: T, on_false: T) -> T:
     predicate = as_predicate(finite)
     if predicate is None:
         return on_true
-    _check_same(on_false, on_true, "select_tree", "`on_true`, beside `on_false`,")
+    _check_same(on_false, on_true, "select_tree needs `on_true` to have the {} of `on_false`")
+    return _selected(predicate, on_true, on_false)
 
+
+def _selected(predicate: Any, on_true: T, on_false: T) -> T:
     def select(new: PyTree, old: PyTree) -> PyTree:
         if not is_array(new) or new is old:
             # `new is old`: a leaf that no step changes is not copied.
@@ -57,11 +60,20 @@ def _describe(leaf: PyTree) -> str:
     return type_of(leaf) if is_array(leaf) else repr(leaf)
 
 
-def _check_same(old: PyTree, new: PyTree, who: str, what: str) -> None:
-    """Raise unless two trees agree in structure, dtypes, shapes and static leaves."""
+_COMMITTED = "a transaction needs the committed state to keep its {}"
+
+
+def _check_same(old: PyTree, new: PyTree, required: str) -> None:
+    """Raise unless two trees agree in structure, dtypes, shapes and static leaves.
+
+    Args:
+        old: What the other must agree with.
+        new: The other.
+        required: Who needs that, with `{}` in the place of what must agree.
+    """
     if jtu.tree_structure(old) != jtu.tree_structure(new):
         raise ValueError(
-            f"{who} needs {what} to keep its tree structure.\n"
+            f"{required.format('tree structure')}.\n"
             f"  before: {jtu.tree_structure(old)}\n  after:  {jtu.tree_structure(new)}\n"
             "If an optimizer's state changed, initialize it with what is trained: "
             "optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
@@ -75,7 +87,7 @@ def _check_same(old: PyTree, new: PyTree, who: str, what: str) -> None:
             same = before is after or (not is_array(after) and bool(before == after))
         if not same:
             raise TypeError(
-                f"{who} needs {what} to keep its dtypes and shapes, so that a skipped step leaves "
+                f"{required.format('dtypes and shapes')}, so that a skipped step leaves "
                 f"the same state behind: at `{path_string(path)}` {_describe(before)} became "
                 f"{_describe(after)}. If an optimizer's state was made for 16-bit parameters, "
                 "initialize it in float32: optimizer.init(halfstep.cast_to_float32(params))."
@@ -94,14 +106,16 @@ def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "l
         # Outside of a trace the answer is known, and a Python branch compiles nothing.
         return commit(state) if bool(predicate) else state
     if gate == "select":
-        return select_tree(predicate, commit(state), state)
+        new = commit(state)
+        _check_same(state, new, _COMMITTED)
+        return _selected(predicate, new, state)
     # Only arrays go through a loop or a conditional; functions and texts of a model stay outside.
     dynamic, static = eqx.partition(state, is_array)
     dynamic = jtu.tree_map(jnp.asarray, dynamic)
 
     def committed(dynamic: PyTree) -> PyTree:
         new = commit(eqx.combine(dynamic, static))
-        _check_same(eqx.combine(dynamic, static), new, "a transaction", "the committed state")
+        _check_same(eqx.combine(dynamic, static), new, _COMMITTED)
         return jtu.tree_map(jnp.asarray, eqx.partition(new, is_array)[0])
 
     if gate == "cond":

@@ -33,7 +33,7 @@ first holds the parameters; or a list of them, one for each batch:
         return loss, [(params, batch) for batch in batches]
 
 The exit status is 0 if the policy is good as it is, 1 if rules are needed, and
-2 if there is no answer.
+2 after an error.
 """
 
 

@@ -26,7 +26,7 @@ and the reason, and what can be changed. Nothing runs, and nothing is judged;
 that is what lint does.
 
 {LOSS}
-The exit status is 0, and 2 if there is no answer.
+The exit status is 0, and 2 after an error.
 """
 
 _LINT = f"""\
@@ -34,7 +34,7 @@ Say what autocast makes of a function, and what is wrong with it. Nothing runs.
 
 {LOSS}
 The exit status is 0, 1 if there are findings or contractions that are not
-lowered (with --f8: not in 8 bits), and 2 if there is no answer.
+lowered (with --f8: not in 8 bits), and 2 after an error.
 """
 
 

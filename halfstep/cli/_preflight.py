@@ -49,7 +49,7 @@ is. --compare says what changed since an earlier report.
 
 The exit status is 0, 1 if something does not fit (with --require-fit; or with
 --largest-batch if no batch does), is not in 8 bits (with --f8) or got worse (with
---fail-if-worse), and 2 if there is no answer.
+--fail-if-worse), and 2 after an error.
 """
 
 _EXAMPLE = """\

@@ -1,4 +1,4 @@
-"""What saving costs beside Orbax alone: the bars can be missed, and memory is seen."""
+"""What saving costs, compared with Orbax alone: the bars can be missed, and memory is seen."""
 
 import numpy as np
 import pytest

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from tests.fuzz._evaluate import Evaluator, at_random, constants_of, moved
-from tests.fuzz._oracle import as_users_have_it, make_case
+from tests.fuzz._oracle import (
+    Failure,
+    Reference,
+    Skipped,
+    _same_function,
+    as_users_have_it,
+    make_case,
+)
 from tests.fuzz._program import Program, Statement
 from tests.fuzz._run import found, outcome
 from tests.fuzz._shrink import shrunk
@@ -136,11 +143,35 @@ def test_a_failure_shows_a_program_that_runs(monkeypatch: pytest.MonkeyPatch) ->
 
     fake = type("halfstep", (), {"autocast": staticmethod(wrong), "Policy": halfstep.Policy})
     monkeypatch.setattr(_oracle, "halfstep", fake)
-    made = outcome(2, ("function",), shrink=20)
+    made = outcome(2, ("function",), shrink=6)
     assert made.failed
     assert "another function" in made.text
     assert made.program.startswith("def program(a0")
     compile(made.program, "program", "exec")
+
+
+@pytest.mark.parametrize(
+    ("offs", "error", "match"),
+    [((1e-9, 1e-3), Failure, "result 0 differs by 0.001"), ((1e-9, 0.0), Skipped, "a constant")],
+)
+def test_a_rounded_constant_hides_no_error(offs: Any, error: Any, match: str) -> None:
+    class Exact(Reference):
+        """Whose results are ones, however often it is evaluated."""
+
+        def __init__(self) -> None:
+            self.exact = [np.ones(3), np.ones(3)]
+            self.program: Any = "plain"
+
+        def evaluated(self, low: Any, rounding: Any = None) -> list[Any]:
+            return self.exact if low == "plain" else got
+
+        def names(self) -> list[str]:
+            return ["the loss", "result 0"]
+
+    got = [np.ones(3) + off for off in offs]
+    low: Any = "cast"
+    with pytest.raises(error, match=match):
+        _same_function(Exact(), low, got)
 
 
 def test_a_statement_reads_as_python() -> None:

@@ -1,5 +1,7 @@
 """The flat graph of a traced function has the operations that run, and no others."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,8 +11,10 @@ from jaxtyping import Array
 import halfstep
 from halfstep._program import graph_of
 
+SIZES = jnp.asarray([2, 3])
 
-def names(func, *args: Array) -> list[str]:
+
+def names(func: Callable[..., Array], *args: Array) -> list[str]:
     return [node.name for node in graph_of(jax.make_jaxpr(func)(*args)).nodes]
 
 
@@ -47,6 +51,3 @@ def test_dead_code_that_jax_cannot_map_is_not_mapped():
     wanted = jax.vmap(jax.grad(loss))(weights, values)
     made = jax.vmap(jax.grad(halfstep.autocast(loss, "bf16")))(weights, values)
     assert jnp.allclose(made, wanted, rtol=8 * jnp.finfo(jnp.bfloat16).eps)
-
-
-SIZES = jnp.asarray([2, 3])

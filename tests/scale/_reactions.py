@@ -4,6 +4,8 @@ import json
 import pathlib
 import signal
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tests.scale import _worker
@@ -13,21 +15,30 @@ LIMIT = 3
 """Of the watchdogs, in seconds."""
 COORDINATOR = "SIGKILL, process 0"
 """Process 0 is the one that all others are connected with."""
-FAULTS = ("SIGKILL", COORDINATOR, "exception", "hang", "SIGSTOP", "SIGTERM", "slow", "late")
+SIGNALS: Mapping[str, tuple[signal.Signals, int]] = MappingProxyType(
+    {
+        "SIGKILL": (signal.SIGKILL, 1),
+        COORDINATOR: (signal.SIGKILL, 0),
+        "SIGSTOP": (signal.SIGSTOP, 1),
+        "SIGTERM": (signal.SIGTERM, 1),
+    }
+)
+"""What is sent from outside, and to which process."""
+FAULTS = (*SIGNALS, "exception", "hang", "slow", "late")
 
 
 def react(fault: str, out: pathlib.Path) -> dict[str, Any]:
-    """Let something happen to process 1 in the middle of a run, and see how both end."""
+    """Let something happen to one process in the middle of a run, and see how both end."""
     # A signal to stop is not a fault: nothing is to be cut short.
     limit = 60 if fault == "SIGTERM" else LIMIT
-    number, _, place = fault.partition(", process ")
-    victim = int(place or 1)
+    # What is not sent a process does to itself, and that is process 1.
+    number, victim = SIGNALS.get(fault, (None, 1))
     argv = ["loop", str(out), "--fault", fault, "--limit", str(limit)]
     with Group(_worker.main, argv, 2, out) as group:
         _reach(group, out)
         begin = time.monotonic()
-        if fault.startswith("SIG"):
-            group.send(victim, getattr(signal, number))
+        if number is not None:
+            group.send(victim, number)
         if fault != "SIGSTOP":
             group.processes[victim].join(60)
         group.processes[1 - victim].join(60)
@@ -48,7 +59,7 @@ def react(fault: str, out: pathlib.Path) -> dict[str, Any]:
 def _reach(group: Group, out: pathlib.Path) -> None:
     """Wait until both processes are in the middle of the run."""
     end = time.monotonic() + 300
-    while not all((out / f"five-{index}").exists() for index in range(2)):
+    while not all((out / f"reached-{index}").exists() for index in range(2)):
         if time.monotonic() > end or group.any_ended():
             raise AssertionError(group.said())
         time.sleep(0.01)

@@ -24,8 +24,12 @@ from halfstep import debug, optim
 from halfstep.integrations.orbax import Checkpoints
 from halfstep.reliability import Preemption, ReplicaError, Watchdog, replica_check
 
+SLOW = 0.5
+"""The share of the limit that each step of a slow process takes, from step `FIRST` on."""
 LATE = 5.0
 """Seconds that a process comes late."""
+FIRST = 5
+"""The step after which something happens to a process."""
 LAST = 8
 """The last step of a run that nothing ends."""
 OPTIMIZER = optax.sgd(0.1)
@@ -189,11 +193,11 @@ def loop(mesh: Mesh, out: pathlib.Path, fault: str, limit: float) -> Any:
         for number in range(1, 100_000):
             state, finite, _ = step(state, batch(mesh))
             assert bool(finite)
-            if number >= 5 and fault == "slow" and jax.process_index() == 1:
+            if number >= FIRST and fault == "slow" and jax.process_index() == 1:
                 # Longer than any other step, and shorter than the limit.
-                time.sleep(0.5 * limit)
-            if number == 5:
-                (out / f"five-{jax.process_index()}").touch()
+                time.sleep(SLOW * limit)
+            if number == FIRST:
+                (out / f"reached-{jax.process_index()}").touch()
                 if jax.process_index() == 1 and fault == "hang":
                     time.sleep(600)
                 if jax.process_index() == 1 and fault == "exception":

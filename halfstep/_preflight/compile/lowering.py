@@ -202,7 +202,7 @@ def _struct(
     if mesh is None:
         if sharding is not None:
             raise PreflightError(
-                f"`shardings` gives {label} the specification {sharding}, but there is no mesh. "
+                f"`shardings` gives {label} the specification {sharding}, but `mesh` is None. "
                 'Give the sizes of its axes, such as mesh={"data": 8}.'
             )
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
