@@ -37,10 +37,9 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._report import parser, report, table, write
 from halfstep import debug
-from halfstep._base import seal, without_key_type
-from halfstep._base.sealed_folder import SUMS
+from halfstep._base import SHA256, seal, without_key_type
 from halfstep._preflight.compile import compiler
-from halfstep.integrations._orbax._files import is_sealed
+from halfstep.integrations._orbax._files import HASHINGS, LISTS, is_sealed
 from halfstep.integrations.orbax import CheckpointError, Checkpoints
 
 MODULE = "benchmarks.mutations"
@@ -115,8 +114,14 @@ def _read_checkpoint(step: pathlib.Path) -> Any:
 
 
 def _reseal_checkpoint(step: pathlib.Path) -> None:
-    (step / "about" / SUMS).unlink(missing_ok=True)
-    seal(step, where=step / "about", name_of=lambda name: name if is_sealed(name) else None)
+    for name in LISTS:
+        (step / "about" / name).unlink(missing_ok=True)
+    seal(
+        step,
+        where=step / "about",
+        name_of=lambda name: name if is_sealed(name) else None,
+        hashing=HASHINGS[0],
+    )
 
 
 def _write_capture(folder: pathlib.Path) -> pathlib.Path:
@@ -131,7 +136,7 @@ def _read_capture(path: pathlib.Path) -> Any:
 
 
 def _reseal(path: pathlib.Path) -> None:
-    (path / SUMS).unlink(missing_ok=True)
+    (path / SHA256.sums).unlink(missing_ok=True)
     seal(path, where=path)
 
 

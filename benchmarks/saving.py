@@ -4,11 +4,14 @@
 
 The same arrays, 2 GB by default, are saved and restored in turn by Orbax's `CheckpointManager` and
 by `Checkpoints`, which uses it: how long `save` keeps the training loop, when everything is on the
-disk, how long `restore` takes, and how much memory of the host saving takes on top. All of it as
+disk, and how long `restore` takes. How much memory of the host saving takes in addition is measured
+in processes of their own, because a process keeps memory that it has used once. All figures are
 medians of ratios of neighboring runs. Needs `halfstep[orbax]`.
 """
 
+import concurrent.futures
 import contextlib
+import multiprocessing
 import pathlib
 import statistics
 import sys
@@ -28,6 +31,7 @@ from benchmarks._report import parser, report, resident_bytes, table, write
 from halfstep.integrations.orbax import Checkpoints
 
 MODULE = "benchmarks.saving"
+MEMORY_ROUNDS = 3
 LEAF = 2**25
 """Bytes of each array."""
 BARS: Mapping[str, float] = MappingProxyType(
@@ -102,12 +106,11 @@ class Ours:
 
 
 class Run(NamedTuple):
-    """Seconds of each part, and bytes."""
+    """Seconds of each part."""
 
     returns: float
     written: float
     restored: float
-    memory: float
 
 
 class Memory:
@@ -134,12 +137,11 @@ class Memory:
 
 def measured(saver: Saver, step: int, state: Any) -> Run:
     """One step, saved and restored."""
-    with Memory() as memory:
-        start = time.perf_counter()
-        saver.save(step, state)
-        returns = time.perf_counter() - start
-        saver.wait()
-        written = time.perf_counter() - start
+    start = time.perf_counter()
+    saver.save(step, state)
+    returns = time.perf_counter() - start
+    saver.wait()
+    written = time.perf_counter() - start
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
@@ -148,22 +150,53 @@ def measured(saver: Saver, step: int, state: Any) -> Run:
     seconds = time.perf_counter() - start
     if not all(map(bool, jax.tree.leaves(jax.tree.map(jnp.array_equal, restored, state)))):
         raise AssertionError(f"{type(saver).__name__} restored another state than it saved")
-    return Run(returns, written, seconds, memory.most)
+    return Run(returns, written, seconds)
+
+
+MAKERS: tuple[Callable[[pathlib.Path], Saver], ...] = (Alone, Ours)
+
+
+def state_of(size: int) -> dict[str, jax.Array]:
+    """Arrays of so many bytes."""
+    key = jax.random.key(0)
+    return {
+        f"w{n}": jax.random.normal(jax.random.fold_in(key, n), (LEAF // 4,))
+        for n in range(max(size // LEAF, 1))
+    }
+
+
+def memory_of(place: int, size: int) -> int:
+    """The memory that saving takes in addition to the state, in a process that did nothing else."""
+    state = jax.block_until_ready(state_of(size))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(MAKERS[place](pathlib.Path(folder, "run"))) as saver,
+        Memory() as memory,
+    ):
+        for step in range(2):
+            saver.save(step, state)
+            saver.wait()
+    return memory.most
+
+
+def memories(size: int, rounds: int) -> list[tuple[int, int]]:
+    """The memory of Orbax alone and of `Checkpoints`, one after the other."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        return [
+            (pool.submit(memory_of, 0, size).result(), pool.submit(memory_of, 1, size).result())
+            for _ in tqdm(range(rounds), unit="round", desc="memory")
+        ]
 
 
 def pairs(size: int, rounds: int) -> Iterator[tuple[Run, Run]]:
     """Orbax alone and `Checkpoints`, one after the other, after a round that is not counted."""
-    count = max(size // LEAF, 1)
-    key = jax.random.key(0)
-    state = {
-        f"w{n}": jax.random.normal(jax.random.fold_in(key, n), (LEAF // 4,)) for n in range(count)
-    }
+    state = state_of(size)
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x * jnp.float32(1.001), tree))
-    makers: tuple[Callable[[pathlib.Path], Saver], ...] = (Alone, Ours)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         savers = [
             opened.enter_context(contextlib.closing(make(pathlib.Path(folder, make.__name__))))
-            for make in makers
+            for make in MAKERS
         ]
         for step in tqdm(range(rounds + 1), unit="round"):
             state = jax.block_until_ready(advance(state))
@@ -174,11 +207,16 @@ def pairs(size: int, rounds: int) -> Iterator[tuple[Run, Run]]:
                 yield made[0], made[1]
 
 
-def ratios(made: Sequence[tuple[Run, Run]]) -> list[dict[str, Any]]:
+def ratios(
+    made: Sequence[tuple[Run, Run]], memory: Sequence[tuple[int, int]]
+) -> list[dict[str, Any]]:
     """A row for each figure."""
     rows = []
     for name, most in BARS.items():
-        found = [(getattr(alone, name), getattr(ours, name)) for alone, ours in made]
+        if name == "memory":
+            found = list(memory)
+        else:
+            found = [(getattr(alone, name), getattr(ours, name)) for alone, ours in made]
         rows.append(
             {
                 "what": name,
@@ -215,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=7)
     given = options.parse_args(argv)
     size = int(given.gigabytes * 1e9)
-    rows = ratios(list(pairs(size, given.rounds)))
+    rows = ratios(list(pairs(size, given.rounds)), memories(size, MEMORY_ROUNDS))
     bars = {SAID[row["what"]]: row["ratio"] <= row["most"] for row in rows}
     results = {"bytes": size, "rounds": given.rounds, "rows": rows, "bars": bars}
     made = report(MODULE, results, packages=("orbax-checkpoint",))

@@ -16,7 +16,7 @@ from halfstep._base.calls import (
 from halfstep._base.digest import (
     device_sums as device_sums,
     digests as digests,
-    start_digests as start_digests,
+    prepare_digests as prepare_digests,
 )
 from halfstep._base.display import (
     ABSENT as ABSENT,
@@ -72,10 +72,12 @@ from halfstep._base.rounding import (
     widened as widened,
 )
 from halfstep._base.sealed_folder import (
-    SUMS as SUMS,
+    SHA256 as SHA256,
     DamagedFolderError as DamagedFolderError,
+    Hashing as Hashing,
     check_files as check_files,
     check_nothing_added as check_nothing_added,
+    checking_files as checking_files,
     flush as flush,
     flush_one as flush_one,
     hash_text as hash_text,

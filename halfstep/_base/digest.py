@@ -33,14 +33,14 @@ def digests(arrays: Sequence[Any]) -> list[str]:
     Args:
         arrays: Arrays of numbers; of keys the data.
     """
-    return start_digests(arrays)()
+    return prepare_digests(arrays)()()
 
 
-def start_digests(arrays: Sequence[Any]) -> Callable[[], list[str]]:
-    """Start to compute the digests of arrays, and return a function that waits for them.
+def prepare_digests(arrays: Sequence[Any]) -> Callable[[], Callable[[], list[str]]]:
+    """Do what the host has to do, and return a function that lets the devices compute the rest.
 
-    Devices compute them on their own, before anything that is given to them later: arrays may be
-    donated meanwhile.
+    The function returns another one, which waits for the digests. Devices compute them on their
+    own, before anything that is given to them later: arrays may be donated meanwhile.
     """
     found: list[Any] = [None] * len(arrays)
     groups: dict[Hashable, list[int]] = {}
@@ -49,20 +49,27 @@ def start_digests(arrays: Sequence[Any]) -> Callable[[], list[str]]:
             groups.setdefault(_devices(array), []).append(number)
         else:
             with np.errstate(over="ignore"):
-                found[number] = np.stack(_sums(np, _host_words(np.asarray(array))))
-    started: list[tuple[list[int], jax.Array]] = []
+                mixed = _mixed(np, _host_words(np.asarray(array)))
+            found[number] = np.stack([np.sum(part, dtype=_WORD) for part in mixed])
+    programs: list[tuple[list[int], Any, list[Any]]] = []
     for devices, numbers in groups.items():
         out = NamedSharding(devices, PartitionSpec()) if isinstance(devices, Mesh) else None
         # Replicated: each process can read only what lies on its own devices.
-        started.append((numbers, _compiled(out)([arrays[number] for number in numbers])))
+        programs.append((numbers, _compiled(out), [arrays[number] for number in numbers]))
 
-    def finish() -> list[str]:
+    def start() -> Callable[[], list[str]]:
+        started = [(numbers, program(given)) for numbers, program, given in programs]
+        # What waits for the digests must not keep the arrays.
+        programs.clear()
+        return functools.partial(finish, started)
+
+    def finish(started: Sequence[tuple[list[int], jax.Array]]) -> list[str]:
         for numbers, sums in started:
             for number, row in zip(numbers, np.asarray(sums), strict=True):
                 found[number] = row
         return ["".join(f"{int(word):08x}" for word in row) for row in found]
 
-    return finish
+    return start
 
 
 def _is_read_here(array: jax.Array) -> bool:
@@ -87,11 +94,20 @@ def _compiled(out: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.
 
 def device_sums(array: jax.Array) -> UInt32[Array, " two"]:
     """The two sums of an array, or of a shard of one, inside a compiled function."""
-    return jnp.stack(_sums(jnp, _device_words(array)))
+    mixed = _mixed(jnp, _device_words(array))
+    axes = range(mixed[0].ndim)
+    # One reduction of both, and not `jnp.sum` of each: of two reductions that read the same values,
+    # XLA writes those values to memory on CPUs, for all arrays as many bytes again as they have,
+    # and takes six times as long.
+    return jnp.stack(jax.lax.reduce(mixed, (_WORD(0), _WORD(0)), _added, tuple(axes)))
 
 
-def _sums(xp: ModuleType, words: jax.Array | np.ndarray) -> tuple[Any, Any]:
-    """The two sums, by `jax.numpy` or by NumPy: the same lines, so that both give the same."""
+def _added(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(one + other for one, other in zip(left, right, strict=True))
+
+
+def _mixed(xp: ModuleType, words: jax.Array | np.ndarray) -> tuple[Any, Any]:
+    """What the two sums add up, by `jax.numpy` or NumPy: the same lines, so that both agree."""
     # One axis more where there is none: NumPy's scalars would warn where arrays wrap around.
     words = words if words.ndim else words.reshape(1)
     place, stride = xp.zeros(words.shape, _WORD), 1
@@ -111,7 +127,7 @@ def _sums(xp: ModuleType, words: jax.Array | np.ndarray) -> tuple[Any, Any]:
     mixed = (mixed ^ (mixed >> _WORD(13))) * _SECOND
     mixed = mixed ^ (mixed >> _WORD(16))
     weighted = mixed * (place * _WORD(2) + _WORD(1))
-    return xp.sum(mixed, dtype=_WORD), xp.sum(weighted, dtype=_WORD)
+    return mixed, weighted
 
 
 def _few_bits(dtype: np.dtype) -> np.dtype | None:

@@ -1,27 +1,55 @@
 """Seal a folder: a list of its files with their hashes, by which damage and strangers are found.
 
-The list is one that `sha256sum --check` reads. A folder may come from a stranger: files are
-bounded, and only regular ones inside the folder are opened, no devices, no pipes, no links, and no
-paths that lead out of it. Folders may lie in a bucket, as `etils.epath` has them; there are no
-links there, and nothing to flush.
+The list is one that `sha256sum --check` reads, or its like for another hash. A folder may come from
+a stranger: files are bounded, and only regular ones inside the folder are opened, no devices, no
+pipes, no links, and no paths that lead out of it. Folders may lie in a bucket, as `etils.epath` has
+them; there are no links there, and nothing to flush.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import hmac
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, NamedTuple
 
-SUMS = "files.sha256"
 # A list of a million files, or a description of a million arrays.
 _LARGEST_TEXT = 2**28
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\x00\\]+)")
 _Path = Any
 """`pathlib.Path`, or `etils.epath.Path`, which has its methods."""
+
+
+class Hashing(NamedTuple):
+    """How files are hashed.
+
+    Attributes:
+        name: The hash's; the list has it in its own name.
+        new: Begin to hash something; 32 bytes come out.
+    """
+
+    name: str
+    new: Callable[[], Any]
+
+    @property
+    def sums(self) -> str:
+        """The name of the list."""
+        return f"files.{self.name}"
+
+    def of_file(self, path: _Path) -> str:
+        """The hash of a file."""
+        found = self.new()
+        with path.open("rb") as file:
+            while part := file.read(2**20):
+                found.update(part)
+        return found.hexdigest()
+
+
+SHA256 = Hashing("sha256", hashlib.sha256)
 
 
 class DamagedFolderError(ValueError):
@@ -36,6 +64,7 @@ def seal(
     *,
     where: _Path,
     name_of: Callable[[str], str | None] = lambda name: name,
+    hashing: Hashing = SHA256,
     key: bytes | None = None,
 ) -> None:
     """Write the list of all files of a folder.
@@ -46,34 +75,38 @@ def seal(
         folder: The folder.
         where: The folder in which the list is written.
         name_of: What a file is called in the list; `None` for one that is not in it.
+        hashing: How files are hashed.
         key: Signs the list (HMAC with SHA-256).
     """
     named = ((name_of(name), path) for name, path in walk(folder))
     names = {name: path for name, path in named if name is not None}
-    # hashlib releases the lock of the interpreter, so threads hash in parallel.
+    # Hashing releases the lock of the interpreter, so threads hash in parallel.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sums = pool.map(hash_file, names.values())
+        sums = pool.map(hashing.of_file, names.values())
     lines = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
     # A comment is the hash of the lines before it: a list that was cut off would otherwise verify a
     # folder that lacks files.
     lines = f"{lines}# {hash_text(lines)}\n"
     if key is not None:
         lines = f"{lines}# hmac-sha256 {_signature(lines, key)}\n"
-    (where / SUMS).write_text(lines)
+    (where / hashing.sums).write_text(lines)
 
 
-def sealed_files(folder: _Path, where: str = "", *, key: bytes | None = None) -> dict[str, str]:
+def sealed_files(
+    folder: _Path, where: str = "", *, hashing: Hashing = SHA256, key: bytes | None = None
+) -> dict[str, str]:
     """The hashes that a folder's list says, by the names of files.
 
     Args:
         folder: The folder.
         where: The name of the folder inside it that has the list.
+        hashing: How files were hashed.
         key: With one, the list must be signed by it.
 
     Raises:
         DamagedFolderError: If the list is missing, damaged, or not signed.
     """
-    name = f"{where}/{SUMS}" if where else SUMS
+    name = f"{where}/{hashing.sums}" if where else hashing.sums
     text = read_text(folder, name).decode(errors="replace")
     lines, mark, rest = text.partition("# ")
     own, _, signed = rest.partition("\n")
@@ -93,22 +126,54 @@ def sealed_files(folder: _Path, where: str = "", *, key: bytes | None = None) ->
     return listed
 
 
-def check_files(folder: _Path, expected: Mapping[str, str], *, most: int) -> None:
+def check_files(
+    folder: _Path, expected: Mapping[str, str], *, most: int, hashing: Hashing = SHA256
+) -> None:
     """Check that files are what was written, and have at most so many bytes each.
 
     Args:
         folder: Where they are.
         expected: Their hashes, by their names.
         most: The largest number of bytes.
+        hashing: How files were hashed.
 
     Raises:
         DamagedFolderError: If one is not; the first of them.
     """
+    with checking_files(folder, expected, most=most, hashing=hashing) as finish:
+        finish()
+
+
+@contextlib.contextmanager
+def checking_files(
+    folder: _Path, expected: Mapping[str, str], *, most: int, hashing: Hashing = SHA256
+) -> Generator[Callable[[], None], None, None]:
+    """Check files in threads while a block runs; what is yielded waits for the answer.
+
+    Args:
+        folder: Where they are.
+        expected: Their hashes, by their names.
+        most: The largest number of bytes.
+        hashing: How files were hashed.
+
+    Raises:
+        DamagedFolderError: At once if one cannot be read without harm. What is yielded raises it
+            for the first that is not what was written.
+    """
     paths = [regular_file(folder, name, most=most) for name in expected]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for name, found in zip(expected, pool.map(hash_file, paths), strict=True):
-            if found != expected[name]:
+    pool = concurrent.futures.ThreadPoolExecutor()
+    hashes = [pool.submit(hashing.of_file, path) for path in paths]
+
+    def finish() -> None:
+        for name, found in zip(expected, hashes, strict=True):
+            if found.result() != expected[name]:
                 raise DamagedFolderError(f"`{name}` is not what was written")
+
+    try:
+        yield finish
+    finally:
+        # Nobody waits for the answer about other files once one is damaged.
+        pool.shutdown(cancel_futures=True)
 
 
 def check_nothing_added(
@@ -192,17 +257,8 @@ def is_in_file_system(path: os.PathLike[str]) -> bool:
     return "://" not in os.fspath(path)
 
 
-def hash_file(path: _Path) -> str:
-    """The hash of a file."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            found.update(part)
-    return found.hexdigest()
-
-
 def hash_text(text: str) -> str:
-    """The hash of a text, as of a file."""
+    """The SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -159,7 +159,7 @@ DAMAGES = {
     "array file missing": (remove("state/manifest.ocdbt"), "`state/manifest.ocdbt` is missing"),
     "arrays missing": (remove("state"), "`state/.*` is missing"),
     "manifest missing": (remove("about/manifest.json"), "`about/manifest.json` is missing"),
-    "incomplete": (remove("about/files.sha256"), "it is incomplete: `about/files.sha256`"),
+    "incomplete": (remove("about/files.blake3"), "it is incomplete: `about/files.blake3`"),
     "foreign": (of_another_program, "another program wrote it: there is no `about`"),
 }
 

@@ -22,12 +22,11 @@ import pytest
 import halfstep
 from halfstep._base.sealed_folder import (
     DamagedFolderError,
-    hash_file,
     hash_text,
     read_json,
     walk,
 )
-from halfstep.integrations._orbax._files import is_sealed
+from halfstep.integrations._orbax._files import HASHINGS, is_sealed
 from halfstep.integrations._orbax._json_values import decoded, encoded
 from halfstep.integrations._orbax._lock import NAME, WriterLock
 from tests.integrations._bits import Places
@@ -185,7 +184,7 @@ def test_all_is_on_the_disk_before_a_step_has_its_name(
     # In the folder that is not yet named like a step.
     names = {name.rsplit("/", 1)[-1] for name in flushed[: before - 1]}
     written = {path.name for path in (tmp_path / "1").rglob("*") if path.is_file()}
-    assert {"manifest.json", "files.sha256"} <= names
+    assert {"manifest.json", "files.blake3"} <= names
     assert written - names <= {"_CHECKPOINT_METADATA", "commit_success.txt"}
     assert all("/1.orbax-checkpoint-tmp" in name for name in flushed[: before - 1])
 
@@ -291,10 +290,10 @@ def test_what_would_change_is_refused_when_it_is_saved(tmp_path: pathlib.Path):
 
 def sign_anew(step: pathlib.Path, names: dict[str, str] | None = None) -> None:
     """Write the list of hashes so that it fits the files, and names more of them."""
-    found = {name: hash_file(path) for name, path in walk(step)}
+    found = {name: HASHINGS[0].of_file(path) for name, path in walk(step)}
     found = {name: value for name, value in found.items() if is_sealed(name)}
     lines = "".join(f"{value}  {name}\n" for name, value in (found | (names or {})).items())
-    (step / "about" / "files.sha256").write_text(f"{lines}# {hash_text(lines)}\n")
+    (step / "about" / "files.blake3").write_text(f"{lines}# {hash_text(lines)}\n")
 
 
 def forged(change: Callable[[dict[str, Any]], Any]) -> Callable[[pathlib.Path], None]:
@@ -322,9 +321,9 @@ def listing(name: str) -> Callable[[pathlib.Path], None]:
 
 def pipe(step: pathlib.Path) -> None:
     os.mkfifo(step / "state" / "pipe")
-    lines = (step / "about" / "files.sha256").read_text().partition("# ")[0]
+    lines = (step / "about" / "files.blake3").read_text().partition("# ")[0]
     lines += f"{'0' * 64}  state/pipe\n"
-    (step / "about" / "files.sha256").write_text(f"{lines}# {hash_text(lines)}\n")
+    (step / "about" / "files.blake3").write_text(f"{lines}# {hash_text(lines)}\n")
 
 
 def link(step: pathlib.Path) -> None:
@@ -343,9 +342,9 @@ def linked_folder(step: pathlib.Path) -> None:
 def large(step: pathlib.Path) -> None:
     with (step / "state" / "large").open("wb") as file:
         file.truncate(2**40)
-    lines = (step / "about" / "files.sha256").read_text().partition("# ")[0]
+    lines = (step / "about" / "files.blake3").read_text().partition("# ")[0]
     lines += f"{'0' * 64}  state/large\n"
-    (step / "about" / "files.sha256").write_text(f"{lines}# {hash_text(lines)}\n")
+    (step / "about" / "files.blake3").write_text(f"{lines}# {hash_text(lines)}\n")
 
 
 def renamed(step: pathlib.Path) -> None:
@@ -355,7 +354,7 @@ def renamed(step: pathlib.Path) -> None:
 
 def line(step: pathlib.Path) -> None:
     lines = "no hash at all\n"
-    (step / "about" / "files.sha256").write_text(f"{lines}# {hash_text(lines)}\n")
+    (step / "about" / "files.blake3").write_text(f"{lines}# {hash_text(lines)}\n")
 
 
 def unlisted(step: pathlib.Path) -> None:
@@ -364,8 +363,8 @@ def unlisted(step: pathlib.Path) -> None:
 
 
 def no_file(step: pathlib.Path) -> None:
-    (step / "about" / "files.sha256").unlink()
-    (step / "about" / "files.sha256").mkdir()
+    (step / "about" / "files.blake3").unlink()
+    (step / "about" / "files.blake3").mkdir()
 
 
 FORGERIES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {

@@ -135,7 +135,7 @@ def damaged(mesh: Mesh, out: pathlib.Path) -> Any:
         checkpoints.wait()
         if jax.process_index() == 0:
             # The second of the files that are listed: the second process reads it.
-            listed = (out / "damaged" / "2" / "about" / "files.sha256").read_text().splitlines()
+            listed = (out / "damaged" / "2" / "about" / "files.blake3").read_text().splitlines()
             path = out / "damaged" / "2" / listed[1].split("  ")[1]
             path.write_bytes(b"?" + path.read_bytes()[1:])
         multihost_utils.sync_global_devices("damaged")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from halfstep._base import (
-    SUMS,
+    SHA256,
     DamagedFolderError,
     FlatCall,
     check_files,
@@ -185,10 +185,10 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
         ```
     """
     path = pathlib.Path(directory).absolute()
-    if not (path / SUMS).is_file():
+    if not (path / SHA256.sums).is_file():
         raise ValueError(
-            f"`directory`: {path} is not a complete capture: {SUMS} is missing. Give one of the "
-            "numbered directories that `debug.Capture` has written"
+            f"`directory`: {path} is not a complete capture: {SHA256.sums} is missing. Give one "
+            "of the numbered directories that `debug.Capture` has written"
         )
     call = _flat(args, kwargs)
     try:
@@ -217,7 +217,7 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
 def _verified(path: pathlib.Path) -> dict[str, Any]:
     """What a capture says about itself, if all of its files are what was written."""
     listed = sealed_files(path)
-    check_nothing_added(path, listed, lambda name: name != SUMS)
+    check_nothing_added(path, listed, lambda name: name != SHA256.sums)
     if _ABOUT not in listed:
         raise DamagedFolderError(f"`{_ABOUT}` is missing")
     check_files(path, listed, most=_LARGEST)

@@ -1,9 +1,11 @@
 """Save and restore the steps of one run."""
 
+import contextlib
 import operator
 import os
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ from halfstep._base import (
     gather_texts,
     hash_text,
     is_in_file_system,
-    start_digests,
+    prepare_digests,
     type_of,
     wait_for_all,
 )
@@ -44,11 +46,35 @@ from halfstep.integrations._orbax._leaves import (
 from halfstep.integrations._orbax._lock import WriterLock
 from halfstep.integrations._orbax._manifest import Manifest
 from halfstep.integrations._orbax._static import static_fields, with_static_fields
-from halfstep.integrations._orbax._verification import looks_complete, read_data, verified
+from halfstep.integrations._orbax._verification import looks_complete, read_data, verifying
 
 T = TypeVar("T")
+_V = TypeVar("_V")
 _STATE, _ABOUT = _files.STATE, _files.ABOUT
 _SHORTEST_KEY = 16
+_FILE_BYTES = 2**27
+"""About how large files of arrays become: a file is hashed by one thread, and Orbax would write one
+file of most arrays."""
+
+
+class _PendingDigests:
+    """The digests of arrays, started once: by `start`, or by whoever needs them before."""
+
+    def __init__(self, arrays: list[Any]):
+        self._begin = prepare_digests(arrays)
+        self._lock = threading.Lock()
+        self._wait: Callable[[], list[str]] | None = None
+
+    def start(self) -> Callable[[], list[str]]:
+        """Let the devices compute them, and let go of the arrays."""
+        with self._lock:
+            if self._wait is None:
+                self._wait = self._begin()
+            return self._wait
+
+    def finish(self) -> list[str]:
+        """Wait for them."""
+        return self.start()()
 
 
 class Checkpoints:
@@ -194,27 +220,32 @@ class Checkpoints:
         about = {leaf.name: leaf.about() for leaf in leaves}
         manifest = Manifest(step, jax.process_count(), self._options, about, static_fields(state))
         self._check_room(manifest.array_bytes)
-        finish = start_digests(list(forms.values()))
+        pending = _PendingDigests(list(forms.values()))
         local = [leaf for leaf in arrays if is_local(leaf)]
         if jax.process_count() > 1 and local:
             # Only process 0 writes what each process has of its own; if they differ, a restart
             # would continue another run than the one that was stopped.
-            self._check_processes_agree(local, dict(zip(forms, finish(), strict=True)))
+            self._check_processes_agree(local, dict(zip(forms, pending.finish(), strict=True)))
 
         # The names alone: what waits for the digests must not keep the arrays.
         names = list(forms)
 
         def text() -> str:
-            for name, digest in zip(names, finish(), strict=True):
+            for name, digest in zip(names, pending.finish(), strict=True):
                 about[name]["digest"] = digest
             return manifest.text()
 
         kept = {name: form for name, form in forms.items() if not is_empty(about[name])}
-        items: dict[str, Any] = {_STATE: ocp.args.PyTreeSave(kept)} if kept else {}
+        items: dict[str, Any] = {}
+        if kept:
+            items[_STATE] = ocp.args.PyTreeSave(kept, ocdbt_target_data_file_size=_FILE_BYTES)
         place = None if data is None else _data.state_of(data)
         items[_ABOUT] = _files.SaveAbout(text, place)
         # `force`: Orbax has rules of its own for which steps to skip, and here the caller decides.
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        # After Orbax has what it needs, for which the caller waits, and before the caller may
+        # donate the arrays.
+        pending.start()
         self._last = step
 
     @checked
@@ -302,25 +333,24 @@ class Checkpoints:
 
     def _read(self, step: int, like: object, leaves: list[StateLeaf]) -> tuple[str | None, Any]:
         """Why a step cannot be used, and otherwise what it holds."""
-        path, folder = self._path(step), str(self._directory)
-        manifest, own = None, None
-        part, parts = jax.process_index(), jax.process_count()
-        try:
-            manifest = verified(path, step, part=part, parts=parts, key=self._key)
-        except DamagedFolderError as error:
-            own = str(error)
+        folder, part, parts = str(self._directory), jax.process_index(), jax.process_count()
+        started = verifying(self._path(step), step, part=part, parts=parts, key=self._key)
         # All processes agree after each stage, before the next collective: see `agree`.
-        reason = agree(own)
-        if reason is not None or manifest is None:
-            return reason, None
-        about = manifest.leaves
-        if self._options is not None:
-            _check_options(self._options, manifest.options or {}, step, folder)
-        check_leaves(leaves, about, step, folder)
-        whole = with_static_fields(like, manifest.static, step)
-        arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
-        forms, reason = self._read_arrays(step, arrays, about)
-        reason = agree(reason)
+        with contextlib.ExitStack() as stack:
+            verification, own = _answer(lambda: stack.enter_context(started))
+            reason = agree(own)
+            if reason is not None or verification is None:
+                return reason, None
+            manifest, finish = verification
+            about = manifest.leaves
+            if self._options is not None:
+                _check_options(self._options, manifest.options or {}, step, folder)
+            check_leaves(leaves, about, step, folder)
+            whole = with_static_fields(like, manifest.static, step)
+            arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
+            forms, unreadable = self._read_arrays(step, arrays, about)
+            # Which file is damaged says more than what Orbax made of it.
+            reason = agree(_answer(finish)[1] or unreadable)
         if reason is None:
             reason = agree(_wrong_digest(forms, about))
         if reason is not None:
@@ -432,6 +462,14 @@ class Checkpoints:
                     f"{', '.join(said)}. Make it one array over all processes, with a sharding "
                     "over the mesh, or leave it out of the state."
                 )
+
+
+def _answer(verify: Callable[[], _V]) -> tuple[_V | None, str | None]:
+    """What a function returns, or the damage that it finds."""
+    try:
+        return verify(), None
+    except DamagedFolderError as error:
+        return None, str(error)
 
 
 def _wrong_digest(forms: dict[str, Any], about: dict[str, dict[str, Any]]) -> str | None:
