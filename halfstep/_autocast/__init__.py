@@ -1,4 +1,4 @@
-"""An unmodified float32 function in mixed precision."""
+"""Run an unmodified float32 function in mixed precision."""
 
 from halfstep._autocast.decide import operation_of as operation_of
 from halfstep._autocast.f8.eligible import (

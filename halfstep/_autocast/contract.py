@@ -1,10 +1,10 @@
-"""Contractions whose result or whose gradients come out wider than their operands.
+"""Run contractions whose result or gradients are wider than their operands.
 
-The derivative of a matrix product has the dtypes of the product. Two things want others: a result
-that stays float32 would have its gradients multiplied in float32; and the gradient of a weight,
-rounded to 16 bits where the product ends, is also summed over devices in 16 bits, where finite
+The derivative of a matrix product has the dtypes of the product. Two cases need other dtypes. If a
+result stays float32, its gradients would be multiplied in float32. If the gradient of a weight is
+rounded to 16 bits where the product ends, it is also summed over devices in 16 bits, where finite
 shards add up to infinity. So these contractions have a derivative of their own: cotangents enter
-products in the compute dtype, and the gradients of parameters come out in the dtype asked for.
+products in the compute dtype, and the gradients of parameters come out in the requested dtype.
 """
 
 import functools
@@ -25,7 +25,7 @@ from halfstep._base import cast
 from halfstep._policy import Factor
 
 Options = tuple[tuple[str, Any], ...]
-"""What a primitive is bound with, as a parameter of another one, which has to be hashable."""
+"""The parameters of a primitive in hashable form, so that another primitive can take them."""
 
 
 def contract(
@@ -42,11 +42,11 @@ def contract(
 
     Args:
         primitive: The contraction.
-        params: What it is bound with.
-        operands: Two factors, in the compute dtype or float32, and what else it takes.
+        params: The parameters of the primitive.
+        operands: Two factors, in the compute dtype or float32, and the other operands.
         compute: The dtype in which the factors enter.
         out: The dtype of the result.
-        gradients: The dtype in which the gradient of each factor is made.
+        gradients: The dtype of each factor's gradient.
         kept: How factors are kept for the gradient, if not in the compute dtype.
     """
     options = {**params, "preferred_element_type": out}
@@ -113,14 +113,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, position: int, **pa
     for which in (0, 1):
         if not isinstance(tangents[which], ad.Zero):
             given = [*primals[:which], tangents[which], *primals[which + 1 :]]
-            # Linear in what moves now: of the second derivative, this is all that there is.
+            # The term is linear in the factor that has a tangent now. The second derivative has
+            # no other terms.
             terms.append(_linear.bind(*given, position=which, **params))
     result = _linear.bind(*primals, position=position, **params)
     return result, _total(terms, result)
 
 
 def _total(terms: Sequence[jax.Array], result: jax.Array) -> jax.Array:
-    """The tangent of a result: the sum of what each factor that moves adds to it."""
+    """Return the tangent of a result: the sum of the terms of all factors with a tangent."""
     if not terms:
         return jnp.zeros_like(result)
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
@@ -139,9 +140,9 @@ def _transpose(
         return [None] * len(values)
     given = list(values)
     given[1 - position] = _cast(values[1 - position], compute)
-    # JAX multiplies in the transpose with the `preferred_element_type` of the product itself. That
-    # is how the gradient of a weight leaves its product in float32, without a second product and
-    # without a cast of what was rounded already.
+    # In the transpose, JAX multiplies with the `preferred_element_type` of the product itself. So
+    # the gradient of a weight leaves its product in float32, without a second product and without a
+    # cast of a value that is already rounded.
     params = {**dict(options), "preferred_element_type": gradient}
     return ad.primitive_transposes[contraction](_cast(cotangent, compute), *given, **params)
 
@@ -149,11 +150,11 @@ def _transpose(
 def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     contraction, options = params["contraction"], dict(params["options"])
     if contraction is not jax.lax.dot_general_p:
-        # As the contraction itself; its gradients are then those of any other.
+        # Bind the plain contraction: its gradients are then those of any other contraction.
         return jax.vmap(functools.partial(_apply, **params), in_axes=tuple(axes))(*values), 0
     (left, right), (left_axis, right_axis) = values, (_axis(axis) for axis in axes)
-    # Not by `vmap` of `_apply`, which would bind the plain contraction: its derivative has the
-    # dtypes of its operands, and the gradient would no longer come out as asked for.
+    # Not `vmap` of `_apply`: it would bind the plain contraction, whose derivative has the dtypes
+    # of its operands. The gradient would no longer come out in the requested dtype.
     options["dimension_numbers"], out_axis = _batched(
         options["dimension_numbers"], left.ndim - (left_axis is not None), left_axis, right_axis
     )
@@ -161,7 +162,7 @@ def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
 
 
 def _axis(axis: object) -> int | None:
-    """The dimension that is mapped over; JAX says `None` for none."""
+    """Return the dimension that is mapped over, or `None` if none is."""
     return axis if isinstance(axis, int) else None
 
 
@@ -171,7 +172,7 @@ def _batched(
     left_axis: int | None,
     right_axis: int | None,
 ) -> tuple[DotDimensionNumbers, int]:
-    """The dimensions of a product one of whose factors, or both, have one more."""
+    """Return the dimension numbers of a product with a mapped axis, and where that axis goes."""
     (left_sum, right_sum), (left_batch, right_batch) = dimensions
 
     def moved(numbers: Sequence[int], axis: int | None) -> tuple[int, ...]:
@@ -181,7 +182,7 @@ def _batched(
     batch = moved(left_batch, left_axis), moved(right_batch, right_axis)
     if left_axis is not None and right_axis is not None:
         return (contracted, ((left_axis, *batch[0]), (right_axis, *batch[1]))), 0
-    # In one of them only: one more dimension that is neither summed nor shared.
+    # Only one factor has the mapped axis: it is neither summed nor shared.
     shared = len(left_batch)
     if left_axis is not None:
         return (contracted, batch), shared + _position(left_axis, contracted[0], batch[0])
@@ -191,7 +192,7 @@ def _batched(
 
 
 def _position(axis: int, contracted: Sequence[int], batch: Sequence[int]) -> int:
-    """Which of a factor's own dimensions, those that are in the result, an axis is."""
+    """Return the position of an axis among a factor's own dimensions, those in the result."""
     return sum(number not in (*contracted, *batch) for number in range(axis))
 
 

@@ -1,4 +1,4 @@
-"""Functions with their own rules for derivatives or for `vmap`: the rules are rewritten, too.
+"""Rewrite functions with their own rules for derivatives or `vmap`, and rewrite the rules.
 
 A rule is traced when JAX asks for it, in float32 as it was written, and then planned and run like
 any other function.
@@ -26,7 +26,7 @@ def _plan_custom(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pl
     custom = node.structured(CustomJvp, CustomVjp, CustomVmap)
     inner = plan(graph_of(custom.function, node.scope), kinds, with_own_rules(settings))
     # An activation such as `jax.nn.relu` is a custom_jvp and may be part of an island. A custom_vjp
-    # may be a kernel, such as flash attention, which is dear to recompute.
+    # may be a kernel, such as flash attention, which is expensive to recompute.
     barrier = inner.has_barrier or not isinstance(custom, CustomJvp)
     return inner_decision(out_kinds(inner), (inner, tuple(kinds), plan), barrier=barrier)
 
@@ -67,9 +67,9 @@ def _run_custom_jvp(call: Call) -> list[Any]:
             for value, zero in zip(out, out_zeros, strict=True)
         )
 
-    # Always asked for, also where the rule of the user is not told: which tangents are zero is
-    # known only when the derivative is taken, and `rule` then makes the arrays that the user's rule
-    # expects.
+    # Symbolic zeros are always asked for, even if the user's rule is not told about them. Which
+    # tangents are zero is known only when the derivative is taken, and `rule` then makes the arrays
+    # that the user's rule expects.
     func.defjvp(rule, symbolic_zeros=True)
     return list(func(*call.operands))
 
@@ -77,18 +77,18 @@ def _run_custom_jvp(call: Call) -> list[Any]:
 def _instantiated(
     tangent: jax.Array | np.ndarray | SymbolicZero, primal: jax.Array | np.ndarray
 ) -> jax.Array | np.ndarray:
-    """A tangent as an array, for a rule that is not told which of them are zero."""
+    """Return a tangent as an array, for a rule that is not told which tangents are zero."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     aval: Any = tangent.aval
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, jax.dtypes.float0)
-    # Like the primal, so that within a shard_map it varies over the same axes.
+    # Like the primal, so that inside a shard_map the tangent varies over the same axes.
     return jnp.zeros_like(primal, dtype=aval.dtype)
 
 
 def zero_tangent(value: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """The tangent of a value that does not move, as an array."""
+    """Return a zero tangent of a value, as an array."""
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return jnp.zeros_like(value)
     return np.zeros(value.shape, jax.dtypes.float0)
@@ -111,9 +111,10 @@ def _run_custom_vjp(call: Call) -> list[Any]:
             values = [primal.value for primal in primals]
             flags = [primal.perturbed for primal in primals]
         else:
-            # The rule is not told, whatever is said here.
+            # The rule is not told what is differentiated, whatever the flags say.
             values, flags = primals, [True] * len(primals)
-        # Traced here and not when the plan is made: only now is it known what is differentiated.
+        # The rule is traced here and not when the plan is made: only now is it known which
+        # arguments are differentiated.
         graph = graph_of(custom.forward(flags), node.scope)
         made = plan(graph, kinds[consts:], settings)
         forwarded = custom.forwarded()
@@ -123,7 +124,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         made_here = zip(results, of_stored, map(graph.aval, graph.outputs), strict=False)
         handed_on = list(zip(values, kinds, avals, strict=True))
         kept = [next(made_here) if n is None else handed_on[n] for n in forwarded]
-        # What they are is known when the function is traced, and the same each time.
+        # The kinds and types of residuals are known when the function is traced, and do not change.
         shapes[:] = [(kind, aval) for _, kind, aval in kept]
         return _arrays(results[stored:]), tuple(value for value, *_ in kept)
 
@@ -135,13 +136,13 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         values = [*residuals, *cotangents]
         of_given = [*(kind for kind, _ in shapes), *decision.outs]
         types = [*(aval for _, aval in shapes), *outs]
-        # As they are but for the dtype: within a shard_map they vary over axes.
+        # Only the dtype changes: inside a shard_map the values vary over axes.
         traced = [
             _as_traced(value, aval) if is_subject(aval, settings.compute) else value
             for value, aval in zip(values, types, strict=True)
         ]
-        # Numbers of Python's that the rule has kept are for it to look at, and so are zeros that
-        # JAX only speaks of.
+        # Python numbers that the rule has kept are passed to it as they are, and so are symbolic
+        # zeros.
         arrays = [
             place
             for place, value in enumerate(traced)
@@ -158,13 +159,13 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         graph = graph_of(program, node.scope)
         made = plan(graph, [of_given[place] for place in arrays], settings)
         given = [values[place] for place in arrays]
-        # All of them wide: an operand may be a float32 parameter. `_gradients` casts to the dtype
-        # of each operand.
+        # All results are wide, because an operand may be a float32 parameter. `_gradients` casts to
+        # the dtype of each operand.
         results = run(made, given, [Kind.WIDE] * len(graph.outputs))
         return _gradients(results, avals, operands)
 
-    # A rule that asks for it is told which of its arguments are differentiated, and which of its
-    # results are used.
+    # A rule that asks for symbolic zeros is told which of its arguments are differentiated, and
+    # which of its results are used.
     func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
     return list(func(*operands))
 
@@ -181,7 +182,7 @@ def _arrays(results: Sequence[Any]) -> tuple[jax.Array, ...]:
 def _gradients(
     made: Sequence[Any], avals: Sequence[ShapedArray], operands: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The gradients of all operands; those that a rule closes over come first, and are zero."""
+    """Return the gradients of all operands; those a rule closes over come first, and are zero."""
     results = [None] * (len(operands) - len(made)) + list(made)
     out = []
     for gradient, aval, value in zip(results, avals, operands, strict=True):
@@ -198,8 +199,8 @@ def _gradients(
 def _without_closures(custom: CustomVjp) -> Generator[None]:
     """Say what to do about a rule that uses a value of the function around it.
 
-    JAX traces the rules when the gradient is made. What they close over was a value of the trace
-    that autocast has rewritten, which is over by then.
+    JAX traces the rules when the gradient is made. The values that the rules close over belong to
+    the trace that autocast has rewritten, which is over by then.
     """
     try:
         yield
@@ -214,7 +215,7 @@ def _without_closures(custom: CustomVjp) -> Generator[None]:
 
 
 def _as_traced(value: ArrayLike | SymbolicZero, aval: ShapedArray) -> ArrayLike | SymbolicZero:
-    """A value in the dtype in which a rule was written for it."""
+    """Return a value in the dtype for which a rule was written."""
     if isinstance(value, SymbolicZero):
         return SymbolicZero(value.aval.update(dtype=aval.dtype))
     if not hasattr(value, "dtype"):
@@ -223,7 +224,7 @@ def _as_traced(value: ArrayLike | SymbolicZero, aval: ShapedArray) -> ArrayLike 
 
 
 def _dense(value: object) -> object:
-    """A cotangent as an array, also where JAX only says that it is zero."""
+    """Return a cotangent as an array, even if it is a symbolic zero."""
     aval = getattr(value, "aval", None)
     if isinstance(value, jax.Array | np.ndarray) or aval is None:
         return value

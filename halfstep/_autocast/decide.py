@@ -22,8 +22,8 @@ from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, Precision
 from halfstep._program import Graph, Node, Operand, is_scalar_literal, size
 
 _PLANNERS = MappingProxyType({**nested.PLANNERS, **custom_rules.PLANNERS})
-# Communication; what is dear to repeat; and what `jax.checkpoint` is told to save, which must not
-# vanish in an island.
+# Operations that are never recomputed: communication, operations that are expensive to repeat, and
+# values that `jax.checkpoint` is told to save, which must not vanish in an island.
 _NEVER_AGAIN = COLLECTIVES | DEAR | {"name"}
 # `keep_precision` leaves a named scope in the program; the scope acts as a rule that comes before
 # those of the policy.
@@ -33,7 +33,7 @@ _KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
 def decide(
     node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings, plan: Planner
 ) -> Decision:
-    """How an operation runs, given the kinds of its operands."""
+    """Decide how an operation runs, given the kinds of its operands."""
     chosen = _chosen(node, graph, settings)
     holds = node.name in _PLANNERS
     if chosen is not None and callable(chosen.outcome) and not holds:
@@ -64,19 +64,19 @@ def decide(
     kind = Kind.SOFT if widest is Kind.OTHER else widest
     dtype = compute if kind is Kind.LOW else FLOAT32
     if rule is Rule.FOLLOW and join(kinds) is Kind.STORED:
-        # Still that parameter, in another shape.
+        # The result is still that parameter, in another shape.
         kind = Kind.STORED
     if node.name == "gather" and kind is Kind.SOFT and isinstance(node.ins[0], int):
-        # Looked up in the parameters' own precision, so that gradients are added up in it.
+        # Values are looked up in the parameter's own precision, so that gradients add up in it.
         kind = Kind.LOW
     return make(rule, dtype, kind, barrier=barrier)
 
 
 def _met(kinds: Sequence[Kind]) -> Kind:
-    """The kind of what is made of some values."""
+    """Return the kind of a result that is made of values of these kinds."""
     widest = join(kinds)
     if widest is Kind.KEPT and not all(k.yields or k in (Kind.OTHER, Kind.KEPT) for k in kinds):
-        # Kept is what the user has named, and not all that it ever meets.
+        # Only the value that the user has named is kept, not everything that it meets.
         return Kind.WIDE
     if widest is Kind.STORED:
         return Kind.LOW
@@ -94,12 +94,12 @@ def _contraction(
 ) -> Decision:
     avals = [graph.aval(operand) for operand in node.ins[:2]]
     ours = [is_subject(aval, settings.compute) for aval in avals]
-    # Data that comes in the compute dtype meets weights in float32.
+    # Data in the compute dtype may meet weights in float32.
     low = [getattr(aval, "dtype", None) == settings.compute for aval in avals]
     lowers = any(ours) and all(one or other for one, other in zip(ours, low, strict=True))
     if rule in (Rule.WIDEST, Rule.FOLLOW):
         rule = Rule.COMPUTE if _met(kinds) is Kind.LOW else Rule.FLOAT32
-    # Somebody who writes `precision=` at a product has chosen already.
+    # A product with `precision=` keeps the precision that the user has chosen.
     asks = _asks_for_precision(node) or Kind.KEPT in kinds[:2]
     if rule in (Rule.FLOAT32, Rule.AS_TRACED) or not lowers or asks:
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
@@ -115,7 +115,7 @@ def _contraction(
         return decision
     if picking is not None:
         return dataclasses.replace(decision, refusal=PICKS)
-    # How a result is handed on does not say what it is made of.
+    # An `accumulate` rule is about the result's dtype only, so it does not exclude the recipe.
     by = "" if rule is Rule.ACCUMULATE else chosen
     site = site_of(
         node,
@@ -152,7 +152,7 @@ def _decision(
 
 
 def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | None:
-    """The first rule of the user's that is for an operation."""
+    """Return the user's first rule that matches an operation."""
     if KEEP_SCOPE in node.scope:
         return _KEEP
     if not settings.rules:
@@ -166,7 +166,7 @@ def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | Non
 
 
 def operation_of(node: Node, graph: Graph) -> Operation:
-    """An operation as the user's rules see it."""
+    """Return an operation as the user's rules see it."""
     shapes = [
         [jax.ShapeDtypeStruct(getattr(a, "shape", ()), getattr(a, "dtype", bool)) for a in avals]
         for avals in (map(graph.aval, node.ins), map(graph.aval, node.outs))
@@ -175,7 +175,7 @@ def operation_of(node: Node, graph: Graph) -> Operation:
 
 
 def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:
-    """What the user's rule makes of an operation; `None` if the table decides."""
+    """Return the outcome of the user's rule for an operation; `None` if the table decides."""
     if chosen is None:
         return None
     if not callable(chosen.outcome):
@@ -199,14 +199,14 @@ def _by_function(
     function: PrecisionFunction,
     by: str,
 ) -> Decision:
-    """By a function of the user's, which is asked what it would make of the operands."""
+    """Decide by a function of the user's, which is called on the operands' types."""
     compute = settings.compute
     operands = []
     for operand, kind in zip(node.ins, kinds, strict=True):
         aval = graph.aval(operand)
         dtype = held_dtype(aval, kind, compute) or aval.dtype
         operands.append(jax.ShapeDtypeStruct(aval.shape, dtype))
-    # The function is called on shapes: what it returns for them says which kinds come out, and
+    # The function is called on shapes. The dtypes of its results say which kinds come out, and
     # nothing is computed while a plan is made.
     outs = jax.eval_shape(
         lambda *values: bind_by(function, node, graph, compute, values), *operands
@@ -224,18 +224,18 @@ def _by_function(
 def bind_by(
     function: PrecisionFunction, node: Node, graph: Graph, compute: np.dtype, values: Sequence[Any]
 ) -> Sequence[Any]:
-    """Run an operation with what a function of the user's makes of its operands."""
+    """Run an operation with the operands and parameters that a user's function returns."""
     original = [graph.aval(operand).dtype for operand in node.ins]
     operands, params = function(compute, original, *values, **node.params)
     results = node.primitive.bind(*operands, **params)
     return results if node.primitive.multiple_results else [results]
 
 
-# The table, and what it cannot say.
+# The table, and the exceptions that it cannot express.
 
 
 def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
-    # `x / 8` rounds once, as a multiplication does. The scale of attention so belongs to the
+    # `x / 8` rounds once, as a multiplication does. So the scale of attention belongs to the
     # product before it. In float32 it would begin the island of the softmax one operation early:
     # XLA:TPU then writes `x - max(x)` to memory in float32, in both passes, and the step of a small
     # ViT on a v5e takes 1174 MiB instead of 812.
@@ -246,11 +246,11 @@ def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
     if node.name == "mul" and node.ins[0] == node.ins[1] and isinstance(node.ins[0], int):
         return Rule.FLOAT32
     if node.name == "sub" and any(_is_spread(node, graph, operand) for operand in node.ins):
-        # `x - max(x)`: what an exponential is taken of, as exact as the exponential.
+        # `x - max(x)` is the argument of an exponential, and is as exact as the exponential.
         return Rule.FLOAT32
     if node.name == "convert_element_type":
         dtypes = {graph.aval(node.ins[0]).dtype, graph.avals[node.outs[0]].dtype}
-        # From float32 to float32: only whether JAX calls it weak changes.
+        # From float32 to float32, only JAX's weak type changes.
         return Rule.FOLLOW if dtypes == {FLOAT32} else Rule.AS_TRACED
     if node.name == "scatter" and any(inner.eqns for inner in jaxprs_in(node.params)):
         # `x.at[i].apply(f)`: f is a float32 function that is part of the operation.
@@ -259,7 +259,7 @@ def _special(node: Node, graph: Graph, rule: Rule) -> Rule:
 
 
 def _is_spread(node: Node, graph: Graph, operand: Operand) -> bool:
-    """Whether an operand, such as a maximum, is the same for many elements of the result."""
+    """Return whether many elements of the result share an operand's element, such as a maximum."""
     made_by = graph.maker(operand)
     if made_by is not None and graph.nodes[made_by].name == "broadcast_in_dim":
         operand = graph.nodes[made_by].ins[0]
@@ -268,7 +268,7 @@ def _is_spread(node: Node, graph: Graph, operand: Operand) -> bool:
 
 
 def _is_plain_product(node: Node, graph: Graph, settings: Settings) -> bool:
-    """Whether an operation is a product about which the user has said nothing."""
+    """Return whether an operation is a product for which the user has asked for nothing."""
     is_product = node.name in CONTRACTIONS and not _asks_for_precision(node)
     return is_product and _chosen(node, graph, settings) is None
 
@@ -276,13 +276,13 @@ def _is_plain_product(node: Node, graph: Graph, settings: Settings) -> bool:
 def _asks_for_precision(node: Node) -> bool:
     precision = node.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
-    # DEFAULT is 0 and what everybody has who has not asked.
+    # DEFAULT, whose value is 0, means that the user has not asked.
     return any(p is not None and getattr(p, "value", p) not in (0, "DEFAULT") for p in asked)
 
 
 def _made_as_traced(node: Node, graph: Graph, kinds: Sequence[Kind]) -> Kind:
     if node.name == "convert_element_type":
-        # Of a mask, or of a parameter that is stored in 16 bits.
+        # The conversion of a mask, or of a parameter that is stored in 16 bits, yields.
         yields = graph.aval(node.ins[0]).dtype == np.dtype(bool) or kinds[0] is Kind.PARAM
         return Kind.SOFT if yields else Kind.WIDE
     return Kind.SOFT if node.name in ("empty", "empty2") else Kind.WIDE

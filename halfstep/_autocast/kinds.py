@@ -1,4 +1,4 @@
-"""What is known about a value's precision before anything runs."""
+"""Describe what is known about a value's precision before anything runs."""
 
 import enum
 from collections.abc import Iterable
@@ -17,65 +17,65 @@ class Kind(enum.IntEnum):
     `OTHER` values (integers, the user's own 16-bit floats, complex numbers, keys) stay as they are.
     """
 
-    # The order is part of the meaning: what is made of several values is of the largest kind among
-    # them (`join` is `max`), so a kind that demands more has a larger number.
+    # The order is part of the meaning. A result that is made of several values has the largest kind
+    # among them (`join` is `max`), so a kind that demands more has a larger number.
     OTHER = 0
     SOFT = 1
-    """A constant, or what is made of parameters: goes along with whatever it meets."""
+    """A constant, or a value made of parameters: takes the dtype of whatever it meets."""
     PARAM = 2
-    """A parameter itself. The same, but where a loop updates it, it is carried in float32."""
+    """A parameter itself. Like `SOFT`, but a loop that updates it carries it in float32."""
     STORED = 3
     """A parameter that is stored in the compute dtype."""
     LOW = 4
-    """In the compute dtype."""
+    """A value in the compute dtype."""
     WIDE = 5
-    """In float32, and so is what is made of it, until it enters a contraction."""
+    """A value in float32. Values made of it are float32, too, until it enters a contraction."""
     KEPT = 6
-    """In float32 because the user says so, and so is a contraction that it enters."""
+    """A value in float32 because the user says so. A contraction of it is float32, too."""
 
     @property
     def yields(self) -> bool:
-        """Whether it goes along with whatever it meets."""
+        """Whether the value takes the dtype of whatever it meets."""
         return self in (Kind.SOFT, Kind.PARAM)
 
     @property
     def is_low(self) -> bool:
-        """Whether it is held in the compute dtype."""
+        """Whether the value is held in the compute dtype."""
         return self in (Kind.STORED, Kind.LOW)
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is a parameter, or made of parameters and constants only."""
+        """Whether the value is a parameter, or made of parameters and constants only."""
         return self.yields or self is Kind.STORED
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
-    """The kind of a value that is any of these."""
+    """Return the kind of a value that may be any of these."""
     return max(kinds, default=Kind.OTHER)
 
 
 def carried(before: Kind, after: Kind) -> Kind:
-    """The kind of a loop's carry that comes in as one kind and goes on as another."""
+    """Return the kind of a loop's carry that comes in as one kind and goes on as another."""
     if before is Kind.PARAM and after not in (Kind.PARAM, Kind.KEPT):
-        # Steps that are small beside a parameter would be lost in 16 bits.
+        # Steps that are small compared with a parameter would be lost in 16 bits.
         return Kind.WIDE
     return join((before, after))
 
 
 def is_subject(aval: AbstractValue, compute: np.dtype) -> bool:
-    """Whether a value of this type is one whose precision is ours to choose.
+    """Return whether autocast chooses the precision of a value of this type.
 
-    A `Ref` is a place and no value: what it holds stays as it was made.
+    A `Ref` is a place, not a value: its contents stay as they were made.
     """
     is_float32 = getattr(aval, "dtype", None) == np.dtype(np.float32)
     return is_float32 and compute.itemsize < 4 and not isinstance(aval, AbstractRef)
 
 
 def constant_kind(value: ArrayLike, compute: np.dtype) -> Kind:
-    """Whether a constant can be written in the compute dtype without becoming another number.
+    """Return `WIDE` for a constant that the compute dtype cannot hold, and `SOFT` otherwise.
 
-    Rounding is no matter. A constant that would become infinite (`-1e9` in float16) or vanish (an
-    epsilon of `1e-8`) is wide, and so is what it is added to.
+    Rounding does not matter. A constant that would become infinite (`-1e9` in float16) or vanish
+    (an epsilon of `1e-8`) is wide, and so is what it is added to.
     """
     limits = jnp.finfo(compute)
     sizes = np.abs(np.asarray(value, np.float64))

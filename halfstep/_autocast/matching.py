@@ -1,4 +1,4 @@
-"""Which operations of a function a rule for what is stored is for."""
+"""Find the operations of a function that a rule for stored values matches."""
 
 import dataclasses
 import functools
@@ -10,19 +10,19 @@ from halfstep._program import Finder, Graph, Node
 
 
 class RuleMatches:
-    """The operations of a function for which rules hold, each rule looked up once.
+    """The operations of a function that rules match; each rule is looked up once.
 
-    A rule with a number is for one of those that the rule without it is for. So numbers count the
-    operations of one function, in the order in which they are traced.
+    A rule with a number matches one of the operations that the rule without its number matches. So
+    numbers count the operations of one function, in the order in which they are traced.
     """
 
     def __init__(self, graph: Graph, finder: Finder):
         self._graph, self._finder = graph, finder
-        # Most rules of a plan differ in their numbers only.
+        # Most rules of a plan differ only in their numbers.
         self._found: dict[StoreRule, tuple[int, ...]] = {}
 
     def without_number(self, rule: StoreRule) -> Sequence[int]:
-        """The positions of all operations that a rule names, whatever its number is."""
+        """Return the positions of all operations that a rule names, whatever its number is."""
         every = dataclasses.replace(rule, number=None)
         if every not in self._found:
             self._found[every] = tuple(
@@ -31,7 +31,7 @@ class RuleMatches:
         return self._found[every]
 
     def numbered(self, rules: Sequence[StoreRule]) -> dict[int, list[StoreRule]]:
-        """The rules with a number that are for each operation, by its position."""
+        """Return the rules with a number that match each operation, by its position."""
         made: dict[int, list[StoreRule]] = {}
         for rule in rules:
             named = self.without_number(rule)
@@ -46,5 +46,5 @@ class RuleMatches:
 
 
 def lines_of(node: Node, finder: Finder) -> tuple[str, ...]:
-    """Where an operation is written, and the calls that led there: files with paths, and lines."""
+    """Return where an operation is written, and the calls that led there, as `file:line`."""
     return tuple(f"{found.file}:{found.line}" for found in finder.calls(node.source.traceback))

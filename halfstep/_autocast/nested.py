@@ -1,6 +1,6 @@
-"""Operations that hold functions: loops, branches and calls, as they are planned and run.
+"""Plan and run operations that contain functions: loops, branches and calls.
 
-The carries of a loop and the results of its branches have one dtype, whichever way is taken.
+A carry has one dtype in all iterations of a loop, and a result has one dtype in all branches.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ from halfstep._program import (
 Planner = Callable[..., Plan]
 """Plans the functions inside an operation."""
 Runner = Callable[..., list[Any]]
-"""Runs them."""
+"""Runs the functions inside an operation."""
 
 
 class Call(NamedTuple):
-    """An operation that holds functions, as it is run."""
+    """An operation that contains functions, as it is run."""
 
     node: Node
     decision: Decision
@@ -55,11 +55,11 @@ class Call(NamedTuple):
     settings: Settings
     run: Runner
     slots: Any
-    """What a recipe's state has for the products inside."""
+    """The recipe's state for the products inside."""
 
 
 def inner_decision(outs: Sequence[Kind], inner: object, *, barrier: bool = True) -> Decision:
-    """The decision about an operation that holds functions: they have decided."""
+    """Return the decision for an operation that contains functions, whose plans have decided."""
     return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
 
 
@@ -75,14 +75,14 @@ def with_own_rules(settings: Settings) -> Settings:
     settings = without_state(without_islands(settings))
     if settings.saves is None or not settings.saves.is_own:
         return settings
-    # What autocast puts `jax.checkpoint` around is differentiated by JAX.
+    # Autocast puts `jax.checkpoint` only around functions that JAX differentiates.
     return dataclasses.replace(settings, saves=None)
 
 
 def without_state(settings: Settings) -> Settings:
     """Return settings for functions that a recipe's state does not reach."""
-    # State has an axis for the iterations of each loop around a product, and what a product has
-    # seen comes back as the gradient of its state. A `while` has no number of iterations and no
+    # State has an axis for the iterations of each loop around a product, and the observations of a
+    # product come back as the gradient of its state. A `while` has no number of iterations and no
     # reverse derivative; in a `shard_map` the state would need specs that the user has not given.
     return dataclasses.replace(settings, has_state=False)
 
@@ -94,10 +94,10 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     loop = node.structured(Scan)
     inner = graph_of(loop.body, node.scope)
     first, carries = loop.consts, loop.carries
-    # A carry has one dtype in all iterations, and which one depends on what the body makes of it,
-    # which depends on the dtype it comes in with. So the body is planned until carries leave it as
-    # they entered it. `carried` only ever widens a kind, and there are few: this ends after as many
-    # rounds as a carry has kinds to pass through, most often two.
+    # A carry has one dtype in all iterations. This dtype depends on what the body makes of the
+    # carry, which depends on the dtype that the carry comes in with. So the body is planned until
+    # carries leave it as they entered it. `carried` only ever widens a kind, and there are few
+    # kinds: this ends after as many rounds as a carry has kinds to pass through, most often two.
     current = list(kinds)
     for position in _accumulators(inner, first, carries):
         current[position] = Kind.WIDE
@@ -114,9 +114,9 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 
 def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
-    """Carries to which every iteration only adds: sums over the iterations."""
+    """Return the carries to which every iteration only adds: sums over the iterations."""
     # A sum of many terms in 16 bits stalls: once it is 256 times what is added, bfloat16 rounds
-    # every addition away. These are float32, whatever is added to them.
+    # every addition away. So these carries are float32, whatever is added to them.
     found = []
     for number in range(carries):
         value, out = inner.inputs[first + number], inner.outputs[number]
@@ -155,7 +155,7 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
         plan(graph_of(branch, node.scope), kinds[1:], settings)
         for branch in node.structured(Cond).branches
     ]
-    # Which branch runs is known only on the device, and all of them return the same dtypes.
+    # Which branch runs is known only on the device, and all branches return the same dtypes.
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
     return inner_decision(outs, tuple(branches))
 
@@ -164,8 +164,8 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    # Inside what the user recomputes nothing is stored, so islands would save nothing and be
-    # recomputed twice.
+    # Nothing is stored inside a function that the user recomputes, so islands would save nothing
+    # and be recomputed twice.
     remat = node.structured(Remat)
     settings = without_islands(settings)
     if settings.residuals is not None or settings.saves is not None:
@@ -175,17 +175,17 @@ def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
 
 
 def _saves(remat: Remat, settings: Settings) -> Saves | None:
-    """What is stored inside a `jax.checkpoint`, for which a factor says how."""
+    """Return what is stored inside a `jax.checkpoint`, and how."""
     code = None if settings.residuals is None else settings.residuals.element
     saves = settings.saves or Saves(code=code)
-    # With `prevent_cse=False` the user says that it is in a loop.
+    # With `prevent_cse=False` the user says that the function is in a loop.
     made = saves.within(remat.policy, barred=remat.prevent_cse is not False)
-    # Without a policy nothing is saved but the function's inputs.
+    # Without a policy, only the function's inputs are saved.
     return made if made.saves_anything else None
 
 
 def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
-    """What the user recomputes, as a function of a recipe's state and its operands."""
+    """Return what the user recomputes, as a function of a recipe's state and operands."""
     remat = node.structured(Remat)
     saves = decision.inner.settings.saves
     if saves is not None and (remat.policy is not None or saves.rules):
@@ -220,11 +220,11 @@ PLANNERS = MappingProxyType(
 )
 
 
-# All of them run in one way.
+# Loops, branches and calls all run in the same way.
 
 
 class _Planned(Inside[Any, tuple[()]]):
-    """The functions inside an operation, each run by its plan; nothing is handed out beside."""
+    """The functions inside an operation, each run by its plan; they hand out nothing else."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call.node)

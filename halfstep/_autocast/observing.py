@@ -1,7 +1,7 @@
 """Let a tool see the calls of rewritten functions, wherever in a program they are.
 
-A training step calls `autocast` deep inside, under `jax.grad` and `jit`, and a tool is given the
-step alone. While the tool traces the step, every call of a rewritten function comes by here.
+A training step calls `autocast` deep inside, under `jax.grad` and `jit`, and a tool is given only
+the step. While the tool traces the step, every call of a rewritten function is shown to it here.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from halfstep._autocast.plans import Plan
 from halfstep._autocast.tracing import TracedCall
 
 Observer = Callable[[TracedCall, Sequence[ArrayLike]], Sequence[ArrayLike]]
-"""Of a call and its arrays, the arrays that it goes on with."""
+"""Takes a call and its arrays, and returns the arrays that the call continues with."""
 
 _observer: ContextVar[Observer | None] = ContextVar("halfstep_observer", default=None)
 
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Generator[None]:
-    """Show all calls that are traced in here to an observer."""
+    """Show all calls that are traced in this context to an observer."""
     token = _observer.set(observer)
     try:
         yield
@@ -31,7 +31,7 @@ def observed(observer: Observer) -> Generator[None]:
 
 @contextlib.contextmanager
 def collected_plans() -> Generator[list[Plan]]:
-    """Collect the plans of all calls that are traced in here, in their order."""
+    """Collect the plans of all calls that are traced in this context, in their order."""
     found: list[Plan] = []
 
     def observer(call: TracedCall, arrays: Sequence[ArrayLike]) -> Sequence[ArrayLike]:

@@ -1,9 +1,9 @@
-"""Products that only pick: one factor is one-hot along the dimension that is summed.
+"""Find products that only pick values: one factor is one-hot along the summed dimension.
 
-Such a product is a gather that is written as a matrix product, as `optax.ctc_loss` has it. Of each
-sum one term is not zero, so the result is one of the other factor's values, and nothing is gained
-from rounding that value or its cotangent to 16 bits. What is one-hot is read off the operations
-that make it: a comparison of whole numbers with a count (`iota`), cast, moved and spread.
+Such a product is a gather that is written as a matrix product, as in `optax.ctc_loss`. Only one
+term of each sum is not zero, so the result is one of the other factor's values, and nothing is
+gained from rounding that value or its cotangent to 16 bits. The operations that make a factor show
+whether it is one-hot: a comparison of integers with a count (`iota`), cast, moved and broadcast.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _IN_PLACE = frozenset(
 
 
 def picking_factor(node: Node, graph: Graph) -> int | None:
-    """Which factor of a product is the one-hot one: 0 or 1; `None` if the product does not pick."""
+    """Return which factor of a product is one-hot, 0 or 1; `None` if the product does not pick."""
     if node.name != "dot_general":
         return None
     summed, _ = node.params["dimension_numbers"]
@@ -39,14 +39,14 @@ def picking_factor(node: Node, graph: Graph) -> int | None:
 
 
 def is_rounded_by_readers(node: Node, graph: Graph, rounds: Callable[[Node], bool]) -> bool:
-    """Whether all readers of what an operation makes round it to the compute dtype.
+    """Return whether all readers of an operation's results round them to the compute dtype.
 
-    To pick first or to round first is then the same.
+    Picking first and rounding first then give the same values.
 
     Args:
         node: The operation.
-        graph: What it is part of.
-        rounds: Whether another operation rounds its operands to the compute dtype.
+        graph: The graph that it is part of.
+        rounds: Says whether another operation rounds its operands to the compute dtype.
     """
     waiting = list(node.outs)
     while waiting:
@@ -63,7 +63,7 @@ def is_rounded_by_readers(node: Node, graph: Graph, rounds: Callable[[Node], boo
 
 
 def _one_hot(graph: Graph, operand: Operand) -> _Dimensions:
-    """The dimensions along which at most one element of a value is 1, and the others are 0."""
+    """Return the dimensions along which at most one element is 1, and the others are 0."""
     node = _made(graph, operand)
     if node is None:
         return _NONE
@@ -76,7 +76,7 @@ def _one_hot(graph: Graph, operand: Operand) -> _Dimensions:
 
 
 def _counts(graph: Graph, operand: Operand) -> _Dimensions:
-    """The dimensions along which no two elements of a value are equal."""
+    """Return the dimensions along which no two elements of a value are equal."""
     node = _made(graph, operand)
     if node is None:
         return _NONE
@@ -86,7 +86,7 @@ def _counts(graph: Graph, operand: Operand) -> _Dimensions:
         return frozenset({dimension}) if _fits(aval.shape[dimension], aval.dtype) else _NONE
     numbers = [operand.value for operand in node.ins if isinstance(operand, Constant)]
     if node.name in ("add", "sub", "mul") and len(numbers) == 1 and np.ndim(numbers[0]) == 0:
-        # A count from another number on, as `jnp.eye(n, k=1)` has it.
+        # A count that starts at another number, as in `jnp.eye(n, k=1)`.
         counted = next(operand for operand in node.ins if not isinstance(operand, Constant))
         return _counts(graph, counted) if node.name != "mul" or abs(numbers[0]) == 1 else _NONE
     if node.name == "convert_element_type":
@@ -97,7 +97,7 @@ def _counts(graph: Graph, operand: Operand) -> _Dimensions:
 
 
 def _constant(graph: Graph, operand: Operand) -> _Dimensions:
-    """The dimensions along which all elements of a value are equal."""
+    """Return the dimensions along which all elements of a value are equal."""
     shape = getattr(graph.aval(operand), "shape", ())
     every = frozenset(range(len(shape)))
     if is_scalar_literal(operand):
@@ -109,7 +109,7 @@ def _constant(graph: Graph, operand: Operand) -> _Dimensions:
     if node.name == "iota":
         return every - {node.params["dimension"]} | trivial
     if node.name == "broadcast_in_dim":
-        # Where the operand has no such dimension, or one of size 1.
+        # Elements are equal along dimensions that the operand lacks, or has with size 1.
         kept = frozenset(_moved(graph, node).values())
         return (every - kept) | _through(graph, node, _constant) | trivial
     return _through(graph, node, _constant) | trivial
@@ -118,7 +118,7 @@ def _constant(graph: Graph, operand: Operand) -> _Dimensions:
 def _through(
     graph: Graph, node: Node, find: Callable[[Graph, Operand], _Dimensions]
 ) -> _Dimensions:
-    """What is found of the operand of an operation that moves it, in the result's dimensions."""
+    """Find dimensions of a moved operand, and return them as dimensions of the result."""
     moved = _moved(graph, node)
     if not moved:
         return _NONE
@@ -126,7 +126,7 @@ def _through(
 
 
 def _moved(graph: Graph, node: Node) -> Mapping[int, int]:
-    """Where an operation that moves its operand has put each dimension; empty for all others."""
+    """Return where an operation that moves its operand puts each dimension; empty for others."""
     if not node.ins or isinstance(node.ins[0], Constant):
         return {}
     before, after = graph.aval(node.ins[0]).shape, graph.avals[node.outs[0]].shape
@@ -143,7 +143,7 @@ def _moved(graph: Graph, node: Node) -> Mapping[int, int]:
 
 
 def _without_ones(before: tuple[int, ...], after: tuple[int, ...]) -> Mapping[int, int]:
-    """The dimensions of a reshape that only puts in or takes out dimensions of size 1."""
+    """Map the dimensions of a reshape that only adds or removes dimensions of size 1."""
     old, new = ([n for n, size in enumerate(shape) if size != 1] for shape in (before, after))
     if [before[n] for n in old] != [after[n] for n in new]:
         return {}
@@ -156,9 +156,9 @@ def _made(graph: Graph, operand: Operand) -> Node | None:
 
 
 def _fits(size: object, dtype: np.dtype) -> bool:
-    """Whether a dtype counts to a size; a count of 300 in 8 bits begins anew.
+    """Return whether a dtype can count to a size; a count of 300 in 8 bits starts over.
 
-    No array is as long as 32 bits count, also where its size has no number yet (`jax.export`).
+    No array is longer than 32 bits can count, even if its size is still symbolic (`jax.export`).
     """
     if not jnp.issubdtype(dtype, np.integer):
         return False

@@ -27,15 +27,15 @@ def plan(
     *,
     tangents: Collection[int] = (),
 ) -> Plan:
-    """Decide for every operation of a graph, given what its inputs are.
+    """Decide how every operation of a graph runs, given the kinds of its inputs.
 
     Args:
         graph: The function.
         in_kinds: The kind of each input.
-        settings: What is asked for.
+        settings: What the user has asked for.
         tangents: Positions of inputs in which the function must stay linear, because JAX
-            transposes it: those of the rule of a `custom_jvp`. To quantize is not linear, so no
-            recipe applies to what is made of them.
+            transposes it: the tangents of a `custom_jvp`'s rule. Quantization is not linear, so no
+            recipe applies to values that are made of them.
     """
     state = Draft(graph, settings)
     unquantized = dataclasses.replace(settings, recipe=None)
@@ -45,30 +45,30 @@ def plan(
         state.from_low[number] = kind.is_low
     for number, value in graph.constants:
         if is_subject(graph.avals[number], settings.compute):
-            # What a function closes over may be a value of an outer trace: nothing is known of it,
-            # and it may be a target of 100,000.
+            # A value that a function closes over may belong to an outer trace: nothing is known
+            # about it, and it may be a target of 100,000.
             known = not is_traced(value)
             state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
     rules = settings.saves.rules if settings.saves is not None else ()
     numbered = [rule for rule in rules if rule.number is not None]
-    # It looks for the folders of libraries, and keeps what it has found.
+    # The finder looks for the folders of libraries, and keeps what it has found.
     finder = Finder() if numbered or any(rule.line is not None for rule in rules) else None
     targets = RuleMatches(graph, finder).numbered(numbered) if finder and numbered else {}
     decisions = []
-    # Effects keep their order: each comes after the one before it, as if it took its result.
+    # Effects keep their order: each comes after the one before it, as if it took that one's result.
     after_effects = 0
     for index, node in enumerate(graph.nodes):
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
-        # The level of an operation is the number of barriers on the longest way to it. An island
-        # never reaches over a barrier, so it is made of operations of one level.
+        # The level of an operation is the number of barriers on the longest path to it. An island
+        # never crosses a barrier, so it is made of operations of one level.
         level = max((state.after[value] for value in values), default=0)
         if node.effects:
             level = max(level, after_effects)
         state.levels.append(level)
         kinds = [seen_kind(state, operand, level) for operand in node.ins]
         if node.name == "name" and kinds[0] is Kind.WIDE and _may_be_rounded(state, node.ins[0]):
-            # Named, so that `jax.checkpoint` can save it or move it to the host: in 16 bits, like
-            # all that is kept for the backward pass.
+            # The value is named so that `jax.checkpoint` can save it or move it to the host. It is
+            # kept in 16 bits, like everything that is kept for the backward pass.
             kinds = [Kind.LOW]
         is_linear = not linear.isdisjoint(values)
         decision = decide(node, graph, kinds, unquantized if is_linear else settings, plan)
@@ -93,7 +93,7 @@ def plan(
 
 
 def _is_one_value(node: Node, decision: Decision) -> bool:
-    """Whether the results of an operation can be stored: not of a loop, whose inside has its own.
+    """Return whether an operation's results can be stored: not a loop's, whose body has its own.
 
     A function with a derivative of its own, such as `relu`, is recomputed as one operation.
     """
@@ -101,7 +101,7 @@ def _is_one_value(node: Node, decision: Decision) -> bool:
 
 
 def _may_be_rounded(state: Draft, operand: Operand) -> bool:
-    """Whether a wide value can be held in the compute dtype: not if it was reduced, or is large."""
+    """Return whether the compute dtype may hold a wide value: not a reduced or large one."""
     if isinstance(operand, Constant):
         return False
     fits = state.settings.compute != np.dtype(np.float16) or state.bounds[operand] <= LARGEST
@@ -117,10 +117,10 @@ def _with_store(
     finder: Finder | None,
     numbered: Collection[StoreRule],
 ) -> Decision:
-    """A decision with how the results are kept for the backward pass."""
+    """Return a decision that says how the results are kept for the backward pass."""
     saves = settings.saves
-    # What is made of parameters and constants alone is kept with those; what an effect makes is
-    # kept by JAX, and a `Ref` is a place and no value.
+    # A value that is made of parameters and constants alone is kept with those. JAX keeps the
+    # results of effects, and a `Ref` is a place, not a value.
     is_place = any(isinstance(graph.avals[number], AbstractRef) for number in node.outs)
     if saves is None or node.effects or is_place or all(k.is_weight for k in decision.outs):
         return decision
@@ -143,17 +143,17 @@ def _with_store(
 def _record(
     state: Draft, node: Node, decision: Decision, level: int, kinds: Sequence[Kind]
 ) -> None:
-    """Note what an operation makes, and whether readers after the next barrier see it rounded."""
+    """Record what an operation makes, and whether readers after the next barrier see it rounded."""
     graph, settings = state.graph, state.settings
     values = [operand for operand in node.ins if not isinstance(operand, Constant)]
-    # A collective hands on what it is given: an exact loss is as exact when devices average it.
+    # A collective hands on its operands: an exact loss is as exact when devices average it.
     is_new = decision.barrier and node.name not in COLLECTIVES
     from_low = any(state.from_low[value] for value in values) or is_new
     # Only float16 has a smaller range than float32.
     limited = settings.compute == np.dtype(np.float16)
     largest = _bound(node, graph, kinds, state.bounds) if limited else 0.0
     # `width` is the size of the largest value since the last barrier that a value is made of. A
-    # value of less than half of it has been reduced.
+    # value with less than half of that size has been reduced.
     same_level = [value for value in values if state.after[value] == level]
     width = max((state.width[value] for value in same_level), default=0)
     handed = max((size(graph.avals[value]) for value in same_level), default=0)
@@ -170,7 +170,7 @@ def _record(
             state.width[number] = own * width // max(handed, 1)
         else:
             state.width[number] = max(own, width)
-        # What has been reduced (a mean, a loss) is small, and stays as exact as it is.
+        # A value that has been reduced (a mean, a loss) is small, and stays as exact as it is.
         if (
             settings.islands
             and kind is Kind.WIDE
@@ -181,7 +181,7 @@ def _record(
             (state.rounded if largest <= LARGEST else state.too_large).add(number)
 
 
-# How large a value can be at most, as far as the operations say.
+# Bounds on the magnitude of values, as far as the operations give them.
 #
 # Float32 values that are read again after the next contraction are held in the compute dtype.
 # Float16 ends at 65,504: a square or a sum may be beyond that, and would be stored as infinity
@@ -200,7 +200,7 @@ def _first(ins: Sequence[float], *_: object) -> float:
 
 
 def _product(ins: Sequence[float], *_: object) -> float:
-    # Nothing is known of zero times infinity.
+    # Nothing is known about zero times infinity.
     return math.inf if math.inf in ins else math.prod(ins)
 
 
@@ -225,7 +225,7 @@ def _clamped(ins: Sequence[float], *_: object) -> float:
     return min(value, max(low, high))
 
 
-# Operations that hand values on and take several of them; the others take one, and then indices.
+# Operations that hand on several values; the others take one value, and then indices.
 _OF_SEVERAL = frozenset(
     {
         *("max", "min", "concatenate", "stack", "pad", "optimization_barrier", "device_put"),
@@ -251,13 +251,13 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
 
 
 def _bound(node: Node, graph: Graph, kinds: Sequence[Kind], bounds: Sequence[float]) -> float:
-    """The largest size of an operation's results.
+    """Return the largest magnitude that an operation's results can have.
 
     Args:
         node: The operation.
-        graph: What it is part of.
-        kinds: Those of its operands.
-        bounds: Of each value that has been made, by its number.
+        graph: The graph that it is part of.
+        kinds: The kinds of its operands.
+        bounds: The bound of each value that has been made, by its number.
     """
     rule = _RULES.get(node.name)
     if rule is None:
@@ -273,7 +273,7 @@ def _bound(node: Node, graph: Graph, kinds: Sequence[Kind], bounds: Sequence[flo
 
 
 def _size_of(value: np.ndarray) -> float:
-    """The largest magnitude in a constant; infinite for a constant without numbers (float0)."""
+    """Return the largest magnitude in a constant; infinite for one without numbers (float0)."""
     if not jnp.issubdtype(value.dtype, np.number) and value.dtype != np.dtype(bool):
         return math.inf
     return float(np.max(np.abs(value), initial=0))

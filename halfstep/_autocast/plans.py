@@ -1,4 +1,4 @@
-"""A plan: a function, and how each of its operations runs. `planning` makes it."""
+"""Define plans: a function, and how each of its operations runs. `planning` makes them."""
 
 import collections
 import dataclasses
@@ -31,15 +31,15 @@ class Settings:
     accumulate: bool = False
     """Whether all contractions hand on their results in float32."""
     reduce: np.dtype | None = None
-    """The dtype in which gradients of parameters come out of contractions, if it is another."""
+    """The dtype of parameters' gradients from contractions, if it is not the compute dtype."""
     recipe: Recipe | None = None
-    """How products of weights are computed in few bits, if they are."""
+    """How products of weights are computed in 8 or 4 bits, if they are."""
     residuals: Factor | None = None
-    """How what is kept for the backward pass is written, if not in the compute dtype."""
+    """How residuals are kept for the backward pass, if not in the compute dtype."""
     saves: Saves | None = None
-    """What the `jax.checkpoint`s around it save, where that is kept in another form."""
+    """What the surrounding `jax.checkpoint`s save, if that is kept in another form."""
     has_state: bool = True
-    """Whether a recipe's state reaches the products: not into a `shard_map` or a `while`."""
+    """Whether a recipe's state reaches the products: not inside a `shard_map` or a `while`."""
 
     @property
     def has_segments(self) -> bool:
@@ -53,42 +53,42 @@ class Decision:
 
     rule: Rule
     dtype: np.dtype
-    """The dtype in which it takes those operands whose precision is ours to choose."""
+    """The dtype in which it takes the operands whose precision autocast chooses."""
     outs: tuple[Kind, ...]
     barrier: bool
-    """Whether it ends an island: it is dear to recompute, or must not be done twice."""
+    """Whether it ends an island: it is expensive to recompute, or must not run twice."""
     known: bool = True
     inner: Any = None
-    """What is planned for the functions inside it."""
+    """The plans of the functions inside it, and what else running them takes."""
     by: str = ""
-    """The rule of the user's that has decided, if one has."""
+    """The user's rule that has decided, if one has."""
     function: PrecisionFunction | None = None
-    """That of a rule which makes the operands itself."""
+    """The function of a rule that makes the operands itself."""
     site: RecipeProduct | None = None
-    """A contraction in few bits."""
+    """The product in 8 or 4 bits, if the contraction is one."""
     refusal: str = ""
-    """Why it is none, if the recipe is for others."""
+    """Why the recipe does not apply to the contraction, if it does not."""
     store: Store | None = None
-    """How its results are kept for the backward pass, if a `jax.checkpoint` around it is told."""
+    """How its results are kept for the backward pass, if a `jax.checkpoint` is to save them."""
     stored_by: str = ""
-    """The rule of the user's that has decided about that, if one has."""
+    """The user's rule that has decided how its results are kept, if one has."""
 
 
 class Draft:
-    """A plan that is being made: what is known of each value so far, by its number."""
+    """A plan that is being made: what is known about each value so far, by its number."""
 
     def __init__(self, graph: Graph, settings: Settings):
         self.graph, self.settings = graph, settings
         count = len(graph.avals)
         self.kinds: list[Kind] = [Kind.OTHER] * count
         self.after: list[int] = [0] * count
-        """How many barriers lie before it at most."""
+        """The largest number of barriers that lie before each value."""
         self.from_low: list[bool] = [False] * count
-        """Whether anything in the compute dtype is part of it."""
+        """Whether each value is made of anything in the compute dtype."""
         self.width: list[int] = [size(aval) for aval in graph.avals]
-        """The size of the largest value that it is made of since the last barrier."""
+        """The size of the largest value that each value is made of since the last barrier."""
         self.bounds: list[float] = [math.inf] * count
-        """The largest magnitude that it can have."""
+        """The largest magnitude that each value can have."""
         self.levels: list[int] = []
         self.rounded: set[int] = set()
         self.too_large: set[int] = set()
@@ -101,27 +101,27 @@ class Plan:
     graph: Graph
     settings: Settings
     kinds: tuple[Kind, ...]
-    """Of each value, by its number."""
+    """The kind of each value, by its number."""
     decisions: tuple[Decision, ...]
     levels: tuple[int, ...]
-    """Of each operation: how many barriers lie before it at most."""
+    """The largest number of barriers that lie before each operation."""
     rounded: frozenset[int]
     """Wide values that are held in the compute dtype once a barrier has been passed."""
     too_large: frozenset[int] = frozenset()
-    """Wide values that would be, and stay float32: float16 may not hold them."""
+    """Wide values that stay float32 after a barrier, because float16 may not hold them."""
 
     @property
     def has_barrier(self) -> bool:
-        """Whether anything in it must not be recomputed."""
+        """Whether anything in the plan must not be recomputed."""
         return any(decision.barrier for decision in self.decisions)
 
     @functools.cached_property
     def roundings(self) -> tuple[Rounding, ...]:
-        """Of each value, by its number: whether its readers have to see to its rounding."""
+        """Whether the readers of each value have to settle its rounding, by its number."""
         found = [Rounding.SETTLED] * len(self.graph.avals)
         for number in self.graph.inputs:
             if self.kinds[number] is Kind.LOW:
-                # A call is inlined by the compiler: what comes in may be arithmetic's result.
+                # The compiler inlines calls, so an input may be the result of arithmetic.
                 found[number] = Rounding.LOOSE
         for node, decision in zip(self.graph.nodes, self.decisions, strict=True):
             rounding = _rounding(node, decision, found)
@@ -131,24 +131,24 @@ class Plan:
         return tuple(found)
 
     def maker(self, operand: Operand) -> int | None:
-        """The operation that makes a value, if one of the plan does."""
+        """Return the operation that makes a value, if one of the plan does."""
         return self.graph.maker(operand)
 
     def seen(self, operand: Operand, level: int) -> Kind:
-        """The kind of an operand for an operation of a level."""
+        """Return the kind of an operand for an operation of a level."""
         return seen_kind(self, operand, level)
 
     def out_kind(self, operand: Operand) -> Kind:
-        """The kind of a value for what comes after the function."""
+        """Return the kind of a value for what comes after the function."""
         return seen_kind(self, operand, -1)
 
 
 def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Rounding:
-    """How an operation leaves what it makes in the compute dtype."""
+    """Return how settled the rounding of an operation's results in the compute dtype is."""
     if decision.inner is not None or decision.site is not None:
         return Rounding.LOOSE
     if decision.dtype == FLOAT32:
-        # Cast where it has been made.
+        # The result is cast where it is made.
         return Rounding.SETTLED
     if node.name in CONTRACTIONS:
         return Rounding.LOOSE_ON_CPU
@@ -159,7 +159,7 @@ def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Roun
 
 
 def seen_kind(state: Plan | Draft, operand: Operand, level: int) -> Kind:
-    """The kind of an operand for an operation of a level, in a plan or one that is being made."""
+    """Return the kind of an operand for an operation of a level, in a plan or a draft."""
     compute = state.settings.compute
     if isinstance(operand, Constant):
         if not is_subject(operand.aval, compute):
@@ -167,26 +167,26 @@ def seen_kind(state: Plan | Draft, operand: Operand, level: int) -> Kind:
         return constant_kind(operand.value, compute)
     kind = state.kinds[operand]
     made_by = state.graph.maker(operand)
-    # A wide value is wide for its neighbors, between the same two barriers. Who reads it later, or
-    # outside, reads what was stored of it.
+    # A wide value is wide for its neighbors, between the same two barriers. Operations that read it
+    # later, or outside the function, read it as it was stored.
     crossed = made_by is not None and (level < 0 or state.levels[made_by] < level)
     return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
 
 
 def held_dtype(aval: AbstractValue, kind: Kind, compute: np.dtype) -> np.dtype | None:
-    """The dtype in which a value of a kind is held; `None` for what is not ours."""
+    """Return the dtype in which a value is held; `None` if autocast does not choose it."""
     if not is_subject(aval, compute):
         return None
     return compute if kind.is_low else FLOAT32
 
 
 def out_kinds(plan: Plan) -> list[Kind]:
-    """What a function returns."""
+    """Return the kinds of a function's results."""
     return [plan.out_kind(operand) for operand in plan.graph.outputs]
 
 
 def decided(plan: Plan) -> Iterator[tuple[Plan, int]]:
-    """All operations of a plan and of the plans inside it, each with the plan that it is of."""
+    """Yield all operations of a plan and of the plans inside it, each with its own plan."""
     for index, decision in enumerate(plan.decisions):
         yield plan, index
         for inner in inner_plans(decision.inner):
@@ -194,7 +194,7 @@ def decided(plan: Plan) -> Iterator[tuple[Plan, int]]:
 
 
 def inner_plans(inner: object) -> Iterator[Plan]:
-    """The plans that a decision holds."""
+    """Yield the plans that a decision holds."""
     if isinstance(inner, Plan):
         yield inner
     elif isinstance(inner, tuple):
@@ -202,20 +202,20 @@ def inner_plans(inner: object) -> Iterator[Plan]:
             yield from inner_plans(item)
 
 
-# The products of a plan that have a place in a recipe's state: their names, and what they get.
+# The products of a plan that have a place in a recipe's state: their names, and their slots.
 
 
 class Named(NamedTuple):
-    """A product of a plan, or as many as its loops have iterations."""
+    """A product of a plan; in loops, one product per iteration."""
 
     name: str
     site: RecipeProduct
     turns: tuple[int, ...]
-    """Of the loops that it is in, the outermost first."""
+    """The lengths of the loops that it is in, the outermost first."""
 
 
 def named_sites(plan: Plan) -> list[Named]:
-    """All products that a recipe's state is for, in the order in which they are written."""
+    """Return all products with a place in a recipe's state, in the order they are written in."""
     numbers: collections.Counter[str] = collections.Counter()
     found = []
     for base, site, turns in _sites(plan, ()):
@@ -239,11 +239,11 @@ def _sites(
 
 
 def check_sites(have: Sequence[str], want: Sequence[str]) -> None:
-    """Raise unless state is that of a function's products.
+    """Raise unless the state belongs to the products of a function.
 
     Args:
-        have: The names that there is state for.
-        want: Those of the function's products.
+        have: The names of the products in the state.
+        want: The names of the function's products.
     """
     if sorted(have) == sorted(want):
         return
@@ -263,7 +263,7 @@ def check_sites(have: Sequence[str], want: Sequence[str]) -> None:
 
 
 def placed(plan: Plan, state: Mapping[str, Slot | Off]) -> Slots:
-    """What each product gets, where it is."""
+    """Return the slot of each product, by its place in the plan."""
     names = [found.name for found in named_sites(plan)]
     check_sites(list(state), names)
     return _placed(plan, iter([state[name] for name in names])) or {}

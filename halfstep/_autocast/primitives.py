@@ -1,4 +1,4 @@
-"""Which operation runs in which precision. Nobody's opinion is anywhere else."""
+"""Define, in one table, which operation runs in which precision."""
 
 import enum
 from types import MappingProxyType
@@ -10,7 +10,7 @@ class Rule(enum.Enum):
     COMPUTE = "compute"
     """Operands are cast to the compute dtype, and so is the result."""
     FLOAT32 = "float32"
-    """Runs in float32: the result of 16 bits would overflow, vanish or be visibly rounded."""
+    """Runs in float32: a 16-bit result would overflow, vanish or be visibly rounded."""
     WIDEST = "widest"
     """Runs in the widest dtype of its operands; constants and parameters do not count."""
     FOLLOW = "follow"
@@ -18,16 +18,17 @@ class Rule(enum.Enum):
     AS_TRACED = "as traced"
     """Runs as the function was written."""
     ACCUMULATE = "accumulate"
-    """A contraction of operands in the compute dtype whose result is float32; by a rule only."""
+    """A contraction in the compute dtype with a float32 result; chosen only by a user's rule."""
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# By name and not by primitive: sparse matrices, cuDNN and Pallas need not be imported for it, and a
-# name that only some of the supported versions of JAX have does no harm. Names that begin with
-# `halfstep_` are our own primitives: a function may be rewritten that has been rewritten before.
+# The table goes by name and not by primitive: sparse matrices, cuDNN and Pallas need not be
+# imported for it, and a name that only some of the supported versions of JAX have does no harm.
+# Names that begin with `halfstep_` are our own primitives: a function that has been rewritten
+# before may be rewritten again.
 _SPARSE = _names(
     "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general "
     "coo_matvec coo_matmat coo_spmv coo_spmm csr_matvec csr_matmat csr_spmv csr_spmm "
@@ -176,10 +177,10 @@ CONTRACTIONS = frozenset(name for name, rule in TABLE.items() if rule is Rule.CO
 """The names of dots and convolutions."""
 
 GROUPS = tuple((rule, why, names) for rule, why, names in _ROWS)
-"""The same, as it is shown in the documentation."""
+"""The same table, as it is shown in the documentation."""
 
-# Fewer than FOLLOW has: `floor` of a rounded number can be another number, and `argmax` and `sort`
-# order numbers differently that rounding has made equal.
+# These are fewer than FOLLOW has: `floor` of a rounded number can be another number, and `argmax`
+# and `sort` order numbers differently once rounding has made them equal.
 PASSING = frozenset(
     _names(
         "reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice rev gather "
@@ -190,10 +191,10 @@ PASSING = frozenset(
         "dynamic_update_slice scatter max min clamp halfstep_settle halfstep_reread halfstep_once"
     )
 )
-"""What hands values on: rounded before or after, its result is the same."""
+"""Operations that hand values on: rounding before or after them gives the same result."""
 
 DEAR = frozenset({*_SPARSE, *_KERNELS})
-"""What is no contraction of JAX's own, and as dear to compute again."""
+"""Operations that are not contractions of JAX's own, but as expensive to recompute."""
 
 COLLECTIVES = frozenset(
     _names(

@@ -39,7 +39,7 @@ from halfstep._program import (
 )
 
 _RUNNERS = MappingProxyType({**nested.RUNNERS, **custom_rules.RUNNERS})
-# Arithmetic of two operands, of which one may have dimensions of size 1.
+# Arithmetic on two operands; one of them may have dimensions of size 1.
 _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -56,11 +56,11 @@ def run(
     """Run a plan on values that are held as its inputs' kinds say.
 
     Args:
-        plan: What is run.
-        values: Of its inputs.
-        out_kinds: As which kinds its outputs are wanted.
-        place: Whether it is all of a function, or the inside of a call or a loop.
-        slots: What a recipe's state has for its products, by the number of the operation.
+        plan: The plan to run.
+        values: The values of its inputs.
+        out_kinds: The kinds in which its outputs are wanted.
+        place: Whether the plan is a whole function, or the inside of a call or a loop.
+        slots: The recipe's state for the plan's products, by the number of the operation.
     """
     env = Environment(plan, place, slots=slots)
     env.enter(values)
@@ -82,7 +82,7 @@ def run(
 
 
 def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
-    """The dtype in which a value of a plan is held, if it is of a kind."""
+    """Return the dtype in which a plan holds a value of a kind."""
     return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
 
 
@@ -114,7 +114,7 @@ class Environment(Interpreter[Any]):
         return [self.keep(result, index) for result in results]
 
     def keep(self, value: Any, index: int | None) -> Any:
-        """A result of an operation, kept for the backward pass as the plan says."""
+        """Return a result of an operation, kept for the backward pass as the plan says."""
         store = None if index is None else self.plan.decisions[index].store
         if store is None:
             return value
@@ -124,12 +124,12 @@ class Environment(Interpreter[Any]):
         return stored(value, store, compute=settings.compute)
 
     def read_as(self, operand: Operand, dtype: np.dtype | None) -> Any:
-        """A value in a dtype, as it is held for `None`."""
+        """Return a value in a dtype; for `None`, as it is held."""
         if isinstance(operand, Constant):
             value = operand.value
             if dtype is None:
                 return value
-            # A rule of the user's may want `1e6` in float16: that is infinity, and no warning.
+            # A user's rule may want `1e6` in float16: that is infinity, without a warning.
             with np.errstate(over="ignore"):
                 return np.asarray(value, dtype)
         value = self.values[operand]
@@ -143,21 +143,22 @@ class Environment(Interpreter[Any]):
         return self.others[key]
 
     def read_settled(self, operand: Operand, dtype: np.dtype | None, *, by_product: bool) -> Any:
-        """The same for a reader in the compute dtype, which rounds what it makes of it.
+        """Return a value for a reader in the compute dtype, which rounds its own result.
 
-        A product's factor is rounded when it is read, except on CPUs, which widen it.
+        A product's factor is rounded when it is read, except on CPUs, which widen the factor.
         """
         value = self.read_as(operand, dtype)
         if isinstance(operand, Constant) or dtype == FLOAT32:
             return value
         if not self.plan.kinds[operand].is_low:
-            # A parameter, or wide, and cast: CPUs have done the rest.
+            # The value is a parameter or wide, and was cast. The cast rounds on CPUs, which is all
+            # that a product needs.
             return value if by_product else settled(value)
         rounding = self.plan.roundings[operand]
         return settled(value, min(rounding, Rounding.LOOSE_ON_CPU) if by_product else rounding)
 
     def read_where_made(self, operand: Operand, dtype: np.dtype | None) -> Any:
-        """The same; a cast has the line and the scopes of what has made the value."""
+        """Return a value in a dtype; a cast gets the line and the scopes of the value's maker."""
         maker = self.plan.maker(operand)
         if maker is None:
             return self.read_as(operand, dtype)
@@ -166,7 +167,7 @@ class Environment(Interpreter[Any]):
 
 
 def operand_of(env: Environment, operand: Operand, index: int) -> Any:
-    """An operand in the dtype that the operation takes."""
+    """Return an operand in the dtype that the operation takes."""
     plan, decision = env.plan, env.plan.decisions[index]
     kind = plan.seen(operand, plan.levels[index])
     dtype = held(plan, operand, kind)
@@ -174,19 +175,20 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
         return env.read_as(operand, dtype)
     is_param = kind.yields and decision.rule is Rule.COMPUTE
     if is_param and (_has_own_gradients(plan, index) or decision.site is not None):
-        # A parameter, whose gradient is to be wider than the product's operands are; or which is
-        # rounded once, to few bits.
+        # A parameter whose gradient is to be wider than the product's operands, or that is rounded
+        # once, to 8 or 4 bits.
         return env.read_as(operand, FLOAT32)
     node = plan.graph.nodes[index]
     if node.name == "convert_element_type":
-        # To another dtype of the user's: from whichever it is held in.
+        # The user converts to another dtype, from whichever dtype the value is held in.
         return env.read_settled(operand, None, by_product=False)
     if kind.is_low and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
-        # Where a value has passed a barrier, all see what was stored of it.
+        # After a barrier, all readers see a value as it was stored.
         return widened(env.read_as(operand, dtype), plan.roundings[operand])
     if node.name in _SPREADS and _is_spread(plan, operand, kind, index):
-        # Spread in float32 and cast then: its gradient is added up in float32. Rounded before that,
-        # where it is small: XLA would else keep what is rounded for every element.
+        # The operand is broadcast in float32 and cast afterwards, so that its gradient is added up
+        # in float32. It is rounded before that, while it is small: XLA would otherwise keep the
+        # rounded value for every element.
         shape = plan.graph.avals[node.outs[0]].shape
         value = representable(env.read_as(operand, FLOAT32), decision.dtype)
         return jax.lax.convert_element_type(jnp.broadcast_to(value, shape), decision.dtype)
@@ -198,16 +200,16 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
 
 
 def _asks_for_a_sign(node: Node) -> bool:
-    """Whether an operation compares with zero, as the gradient of `relu` does.
+    """Return whether an operation compares with zero, as the gradient of `relu` does.
 
-    No rounding changes a sign, and XLA would keep what is rounded beside what is not.
+    Rounding never changes a sign, and XLA would keep the rounded value in addition to the other.
     """
     zeros = (isinstance(other, Constant) and not np.any(other.value) for other in node.ins)
     return node.name in _COMPARISONS and any(zeros)
 
 
 def _is_spread(plan: Plan, operand: Operand, kind: Kind, index: int) -> bool:
-    """Whether arithmetic in the compute dtype spreads a parameter, such as a bias, over it."""
+    """Return whether arithmetic in the compute dtype broadcasts a parameter, such as a bias."""
     decision = plan.decisions[index]
     if not kind.yields or decision.rule is not Rule.WIDEST or decision.dtype == FLOAT32:
         return False
@@ -253,13 +255,13 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
         # The product only picks. In the default precision accelerators round float32 factors.
         params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     if node.name in LinearSolve.names and plan.settings.compute == np.float16:
-        # bfloat16 overflows where float32 does: there, the function is as it was written.
+        # bfloat16 overflows where float32 does, so for bfloat16 the function stays as written.
         params = as_linear_as_said(params, len(operands))
     return bind_again(node.primitive, params, operands)
 
 
 def _has_own_gradients(plan: Plan, index: int) -> bool:
-    """Whether a contraction makes the gradients of parameters in a dtype of their own."""
+    """Return whether a contraction makes the gradients of parameters in a dtype of their own."""
     reduce = plan.settings.reduce
     wider = reduce is not None and reduce != plan.settings.compute
     return wider and plan.graph.nodes[index].name in CONTRACTIONS
@@ -289,13 +291,13 @@ def _run_segment(env: Environment, segment: Segment) -> None:
     def inside(*values: Any) -> tuple[Any, ...]:
         inner = Environment(env.plan, env.place, slots=env.slots)
         for (number, _), value in zip(segment.reads, values, strict=True):
-            # What comes in would be kept as it is, beside its code.
+            # Otherwise the input would be kept as it is, in addition to its code.
             inner.write(number, inner.keep(value, env.plan.maker(number)))
         for index in segment.nodes:
             inner.step(index)
         return tuple(inner.read_where_made(number, dtype) for number, dtype in segment.outputs)
 
-    # In a loop nothing merges what is computed with what is recomputed.
+    # In a loop, nothing merges the computation with its recomputation.
     last = env.place is Surroundings.WHOLE and segment.is_last
     prevent_cse = env.place is not Surroundings.LOOP and not last
     func = jax.checkpoint(inside, prevent_cse=prevent_cse, policy=only_stores)
@@ -306,7 +308,7 @@ def _run_segment(env: Environment, segment: Segment) -> None:
 def _write(
     env: Environment, outputs: Sequence[tuple[int, np.dtype | None]], results: Sequence[Any]
 ) -> None:
-    """Hand on what an island or a segment has made; a value may be there in both dtypes."""
+    """Hand on the results of an island or a segment; a value may be there in both dtypes."""
     for (number, dtype), result in zip(outputs, results, strict=True):
         if number in env.values:
             env.others[number, np.dtype(dtype)] = result

@@ -16,19 +16,19 @@ from halfstep._program import graph_of
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """A call: how it runs, and on what."""
+    """A traced call: its plan, and the arrays that it runs on."""
 
     plan: Plan
     arrays: list[Any]
     """The values of the plan's inputs."""
     paths: tuple[str, ...]
-    """Where in the call each of them is, beginning with the parameter's name."""
+    """The path of each input in the call, beginning with the parameter's name."""
     rebuild: Callable[[Sequence[Any]], Any]
-    """Makes what the function returns out of the plan's outputs."""
+    """Builds the function's return value from the plan's outputs."""
     program: ClosedJaxpr
-    """What was traced."""
+    """The traced program."""
     results: tuple[Any, ...]
-    """What each result is without autocast."""
+    """The type of each result without autocast."""
 
 
 def trace(
@@ -40,13 +40,15 @@ def trace(
     params: Collection[int | str],
     keep: Sequence[str],
 ) -> TracedCall:
-    """Trace a function on the arrays of its arguments; what is no array is part of it.
+    """Trace a function on the arrays of its arguments, and plan it.
+
+    Arguments that are not arrays become part of the function.
 
     Args:
         func: Any function that can be traced.
-        settings: What is asked for.
+        settings: What the user has asked for.
         args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
-        kwargs: The same, by name.
+        kwargs: Its keyword arguments.
         params: Which arguments hold parameters, by position or name.
         keep: Path rules for arguments that stay in float32.
     """
@@ -61,8 +63,8 @@ def trace(
     kinds = call.dynamic(
         [_kind(leaf, kept, owner in parameters) for leaf, kept, owner in of_leaves]
     )
-    # What a function is written for is float32: traced so, a parameter that is stored in the
-    # compute dtype neither changes what it is added to nor the dtype of a loop's carry.
+    # Functions are written for float32, so a parameter that is stored in the compute dtype is
+    # traced as float32. Then it changes neither what it is added to nor a loop carry's dtype.
     stored = _stored(kinds, arrays, settings)
     given = [_as_float32(x) if low else x for x, low in zip(arrays, stored, strict=True)]
     program = jax.make_jaxpr(call)(*given)
@@ -83,11 +85,11 @@ def trace(
 def _results(
     call: Callable[..., Any], arrays: Sequence[Any], *, default: Sequence[Any]
 ) -> Sequence[Any]:
-    """What a function returns that is given parameters in the dtype in which they are stored.
+    """Return the result types of a function for parameters in the dtype they are stored in.
 
-    Where it cannot be called so, because it adds them to float32 and JAX is told to promote
-    nothing, or because a loop's carry would change its dtype, there is nothing to go by: then what
-    it returns for float32.
+    The function may not accept such parameters: it may add them to float32 while JAX is told to
+    promote nothing, or a loop's carry would change its dtype. In that case `default`, the result
+    types for float32, is returned.
     """
     try:
         return jax.make_jaxpr(call)(*arrays).out_avals
@@ -102,10 +104,10 @@ def _kind(leaf: MarkedLeaf, kept: bool, is_parameter: bool) -> Kind:
 
 
 def _stored(kinds: Sequence[Kind], arrays: Sequence[Any], settings: Settings) -> list[bool]:
-    """Which arrays are parameters that are stored in the compute dtype."""
+    """Return which arrays are parameters that are stored in the compute dtype."""
     pairs = [(kind is Kind.PARAM, array.dtype) for kind, array in zip(kinds, arrays, strict=True)]
     if (False, settings.compute) in pairs and FLOAT32 not in [dtype for _, dtype in pairs]:
-        # All of 16 bits, data too: it is written for those.
+        # Everything has 16 bits, the data too: the function is written for 16 bits.
         return [False] * len(pairs)
     return [pair == (True, settings.compute) for pair in pairs]
 

@@ -1,4 +1,4 @@
-"""`autocast`: an unmodified float32 function in mixed precision."""
+"""Define `autocast`, which runs an unmodified float32 function in mixed precision."""
 
 import difflib
 import functools
@@ -35,38 +35,38 @@ def autocast(
     """Rewrite a function: contractions in the compute dtype, sensitive operations in float32.
 
     The function is traced as it is written, in float32, and each of its operations runs in the
-    precision that suits it: contractions (dots and convolutions) take their operands in the compute
-    dtype; exponentials, logarithms, powers, divisions and sums run in float32; everything else in
-    the widest dtype of its operands, where parameters and constants do not count. Loops, branches,
-    calls and functions with derivatives of their own are rewritten inside. Results have the dtypes
-    that they have without it.
+    precision that suits it. Contractions (dots and convolutions) take their operands in the compute
+    dtype. Exponentials, logarithms, powers, divisions and sums run in float32. Everything else runs
+    in the widest dtype of its operands, where parameters and constants do not count. Loops,
+    branches, calls and functions with their own derivatives are rewritten inside. Results have the
+    dtypes that they have without `autocast`.
 
-    What runs in float32 between two contractions is an *island*: what goes in and out is stored in
-    the compute dtype, and the inside is recomputed for the gradient. So float32 is never kept
-    for the backward pass, and a norm or a softmax in float32 costs no memory.
+    The operations that run in float32 between two contractions form an *island*: its inputs and
+    outputs are stored in the compute dtype, and its inside is recomputed for the gradient. So
+    float32 is never kept for the backward pass, and a norm or a softmax in float32 costs no memory.
 
     Args:
         func: Any function that can be traced.
-        policy: A `Policy` or its text: its compute dtype, its rules for operations, and the
-            arguments that it keeps, which begin with the function's parameter names.
+        policy: A `Policy` or its string: its compute dtype, its rules for operations, and the
+            arguments that it keeps, whose paths begin with the function's parameter names.
         params: Which arguments hold parameters, by position or name. Their floating-point arrays
-            are used in the compute dtype where they meet activations, and are cast at that place,
-            so that their gradients add up in float32. All other arguments (targets, positions) stay
-            as they are until they enter a contraction.
+            are used in the compute dtype where they meet activations, and are cast there, so that
+            their gradients add up in float32. All other arguments (targets, positions) stay as they
+            are until they enter a contraction.
         islands: Whether float32 regions are recomputed instead of stored.
-        reduce_dtype: The dtype in which the gradients of parameters come out of contractions, so
-            also the one in which they are summed over devices if the batch is sharded under `jit`.
-            `None` means float32 where the compute dtype is float16, of which a few finite
-            shards can add up to infinity, and the compute dtype else.
-        scaling: The state of the policy's recipe, an `F8Scaling`, for recipes that have one. It is
-            used and not changed; gradient transforms do both.
+        reduce_dtype: The dtype in which the gradients of parameters come out of contractions. It is
+            also the dtype in which they are summed over devices if the batch is sharded under
+            `jit`. `None` means the compute dtype, or float32 if the compute dtype is float16: a few
+            finite float16 shards can add up to infinity.
+        scaling: The state of the policy's recipe, an `F8Scaling`, for recipes that have state. The
+            state is used but not changed; gradient transforms do both.
 
     Returns:
         A function of the same arguments.
 
     Raises:
-        ValueError: When called, if a rule of the policy is for nothing in the function; the message
-            names the nearest candidates.
+        ValueError: When called, if a rule of the policy matches nothing in the function; the
+            message names the nearest candidates.
 
     Example:
         ```python
@@ -121,22 +121,22 @@ def rewritten(
     state: Mapping[str, Slot | Off] | None = None,
     is_loss: bool = False,
 ) -> Callable[..., Any]:
-    """A function whose operations run as the settings say.
+    """Return a function whose operations run as the settings say.
 
     Args:
         func: Any function that can be traced.
-        settings: What is asked for.
+        settings: What the user has asked for.
         params: Which arguments hold parameters, by position or name.
         keep: Path rules for arguments that stay in float32.
-        every_rule: Whether a rule that is for nothing in the function is an error.
-        state: What a recipe's state has for each product, by name.
-        is_loss: Whether its first result is a loss, which stays float32 where parameters that are
-            stored in 16 bits would make 16 bits of it.
+        every_rule: Whether a rule that matches nothing in the function is an error.
+        state: The recipe's state for each product, by name.
+        is_loss: Whether its first result is a loss. A loss stays float32, even if parameters that
+            are stored in 16 bits would make it a 16-bit number.
     """
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # Nothing is narrower than float32: the function runs untraced, exactly as it is.
+        # The compute dtype is not narrower than float32: the function runs untraced, as it is.
         if settings.compute.itemsize >= 4:
             return func(*args, **kwargs)
         call = trace(func, settings, args, kwargs, params=params, keep=keep)
@@ -154,13 +154,16 @@ def run_traced(
     state: Mapping[str, Slot | Off] | None = None,
     is_loss: bool = False,
 ) -> list[jax.Array]:
-    """The results' arrays of a call that is planned already, for its own arrays or for others.
+    """Run a call that is already planned, on its own arrays or on others.
 
     Args:
-        call: What was traced, and its plan.
-        arrays: Of the shapes and dtypes that it was traced with.
+        call: The traced call, with its plan.
+        arrays: Arrays of the shapes and dtypes that it was traced with.
         state: As for `rewritten`.
         is_loss: As for `rewritten`.
+
+    Returns:
+        The arrays of the call's results.
     """
     arrays = observe(call, arrays)
     outputs = call.plan.graph.outputs
@@ -173,12 +176,12 @@ def run_traced(
 
 
 def as_traced(value: ArrayLike, aval: ShapedArray) -> jax.Array:
-    """A result as it is without autocast: an array, which yields to others if it would there."""
+    """Return a result as it is without autocast: an array, weakly typed if it would be there."""
     if not isinstance(value, jax.Array):
-        # A number that is written into the program.
+        # The result is a number that is written into the program.
         value = jnp.asarray(value, aval.dtype)
     if value.dtype != aval.dtype:
-        # Made of parameters that are stored in 16 bits.
+        # The result is made of parameters that are stored in 16 bits.
         value = jax.lax.convert_element_type(value, aval.dtype)
     if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
         return value
@@ -191,7 +194,7 @@ def as_traced(value: ArrayLike, aval: ShapedArray) -> jax.Array:
 def settings_of(
     policy: Policy, *, islands: bool = True, reduce_dtype: DTypeLike | None = None
 ) -> Settings:
-    """What a policy means for autocast."""
+    """Return the settings of autocast for a policy."""
     if policy.mode != "autocast":
         raise ValueError(
             f"the policy {str(policy)!r} casts arguments and nothing else; leave "
@@ -204,7 +207,7 @@ def settings_of(
         policy.accumulate is not None,
         _reduce_dtype(reduce_dtype, policy.compute),
         policy.recipe,
-        # What is stored operation by operation is not encoded a second time where it is read.
+        # Values that are stored operation by operation are not encoded again where they are read.
         None
         if policy.residuals is None or policy.stores
         else Factor(element=policy.residuals, per="row"),
@@ -227,10 +230,10 @@ def _reduce_dtype(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None
 
 
 def check_rules(plan: Plan) -> None:
-    """Raise if a rule of the user's has decided nothing in a plan.
+    """Raise if one of the user's rules has decided nothing in a plan.
 
     Raises:
-        ValueError: With the names that come nearest to what the rule is for.
+        ValueError: With the names that come nearest to those in the rule.
     """
     rules: list[PrecisionRule | StoreRule] = [*plan.settings.rules]
     if plan.settings.saves is not None:
@@ -257,7 +260,7 @@ def check_rules(plan: Plan) -> None:
 
 
 def _candidates(rule: PrecisionRule | StoreRule, names: set[str], scopes: set[str]) -> str:
-    """The operations and scopes of a function that come nearest to what a rule is for."""
+    """Return the operations and scopes of a function that come nearest to those in a rule."""
     near = []
     if rule.op is not None and rule.op not in names:
         near.append(f"operations: {_nearest(rule.op, names)}")

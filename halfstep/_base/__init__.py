@@ -1,4 +1,4 @@
-"""What everything else is made of: formats, trees, calls, what people see, and JAX's programs."""
+"""Provide the basics of all other modules: formats, trees, calls, display, and JAX's programs."""
 
 from halfstep._base.arguments import (
     check_fields as check_fields,

@@ -1,12 +1,13 @@
-"""Check what users hand in, by what a signature says.
+"""Check the arguments of public functions against their annotations.
 
-A wrong argument should be named where it is handed in, and not fail somewhere in JAX, Optax or
-Equinox, minutes later and by another name. Signatures say already what each parameter takes, and
-docstrings say what it is for: an error is made of both. What annotations do not say (a number that
-must be positive, two trees that must match) is checked by the functions themselves.
+A wrong argument should be reported where it is passed, and not fail minutes later inside JAX, Optax
+or Equinox, under another name. Signatures already say what each parameter takes, and docstrings say
+what it is for: the error combines both. The functions themselves check what annotations do not say
+(a number that must be positive, two trees that must match).
 
-Only what is surely wrong is refused. Protocols, type variables and `Any` take everything, a
-sequence may be an array, and whatever can be read as an integer or a number is one.
+Only values that are certainly wrong are refused. Protocols, type variables and `Any` take
+everything, a sequence may be an array, and whatever can be read as an integer or a number is
+accepted as such.
 """
 
 import collections.abc
@@ -36,12 +37,12 @@ _R = TypeVar("_R")
 
 
 class _Expected(NamedTuple):
-    """What a parameter takes.
+    """The values that a parameter takes.
 
     Attributes:
-        text: For the message, such as `a Ledger`.
-        refusal: `None` for a value that is one, and otherwise why it is not, or an empty text if
-            there is nothing more to say.
+        text: The words for the message, such as `a Ledger`.
+        refusal: Returns `None` for a value that fits, and otherwise the reason why it does not, or
+            an empty string if there is nothing more to say.
     """
 
     text: str
@@ -49,7 +50,7 @@ class _Expected(NamedTuple):
 
 
 def checked_but(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Check the arguments of a function, but for some on which it has more to say itself."""
+    """Check the arguments of a function, except those for which it has its own, better errors."""
 
     def decorate(func: Callable[_P, _R]) -> Callable[_P, _R]:
         return _checked(func, names)
@@ -73,9 +74,10 @@ def _checked(func: Callable[_P, _R], but: Sequence[str]) -> Callable[_P, _R]:
 
     @functools.wraps(func)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # Not when the module is imported: annotations may name what is imported later.
+        # Read here and not when the module is imported: annotations may name types that are
+        # imported later.
         known = _expectations(func)
-        # Nothing is known of what comes after these, in `*args`.
+        # Nothing is known about the arguments after these, in `*args`.
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             if name in known and name not in but:
                 _check(func, name, known[name], value)
@@ -102,7 +104,7 @@ def _expectations(owner: Any) -> dict[str, _Expected]:
             continue
         found = _expected(hints[name])
         if found is not None:
-            # A default may stand for what is decided later, and is not in the annotation.
+            # A default may stand for a value that is decided later, and is not in the annotation.
             made[name] = _either(found.text, [_one(found.text, parameter.default), found])
     return made
 
@@ -118,14 +120,14 @@ def _one(text: str, only: Any) -> _Expected:
 def _either(text: str, members: Sequence[_Expected]) -> _Expected:
     def refusal(value: Any) -> str | None:
         said = [member.refusal(value) for member in members]
-        # The longest says most.
+        # The longest reason says the most.
         return None if None in said else max((one or "" for one in said), key=len)
 
     return _Expected(text, refusal)
 
 
 def _expected(annotation: Any) -> _Expected | None:
-    """What an annotation takes; `None` for everything."""
+    """Return what an annotation takes; `None` if it takes everything."""
     if annotation is Any:
         return None
     if annotation in (None, type(None)):
@@ -134,7 +136,8 @@ def _expected(annotation: Any) -> _Expected | None:
     if origin in (typing.Union, types.UnionType):
         return _union(args)
     if origin is Literal:
-        # Which function has a name for each way of doing something says itself what each is for.
+        # Only the type is checked here: a function that takes one of several names reports an
+        # unknown name itself, and says what each name is for.
         kinds = tuple({type(one) for one in args})
         allowed = ", ".join(map(repr, args))
         return _kind(f"one of {allowed}", lambda value: isinstance(value, kinds))
@@ -154,7 +157,7 @@ def _expected(annotation: Any) -> _Expected | None:
     if not isinstance(kind, type) or kind is object or getattr(kind, "_is_protocol", False):
         return None
     if issubclass(kind, AbstractArray):
-        # `Shaped` is of any dtype, and has no list of them.
+        # `Shaped` takes any dtype, and has no list of dtypes.
         is_keys = isinstance(kind.dtypes, Sequence) and "prng_key" in kind.dtypes
         return _kind("a key, such as jax.random.key(0)", _is_key) if is_keys else _ARRAY
     if issubclass(kind, optax.GradientTransformation):
@@ -171,7 +174,7 @@ def _union(annotations: Sequence[Any]) -> _Expected | None:
         annotations = [one for one in annotations if one not in of_dtype]
     parsers = [one.parse for one in annotations if hasattr(one, "parse")]
     for one in annotations:
-        # A policy may be given as its text, which must be that of one.
+        # A policy may be given as a string, which must be the text of a policy.
         is_parsed = one is str and parsers
         members.append(_Expected("a text", _parsed(parsers[0])) if is_parsed else _expected(one))
     known = [member for member in members if member is not None]
@@ -207,7 +210,8 @@ def _sequence(annotation: Any, *, arrays: bool) -> _Expected:
             return ""
         if inner is None:
             return None
-        # Which function wants a list of texts, and was given one, knows more to say.
+        # A single string in place of a sequence of strings passes: the function itself has a
+        # better error for it.
         refusals = map(inner.refusal, [value] if isinstance(value, str) else value)
         return next((one for one in refusals if one is not None), None)
 
@@ -242,7 +246,7 @@ def _refused_dtype(value: Any) -> str | None:
     try:
         parse_dtype(value)
     except ValueError as error:
-        # Which function takes formats of 8 bits, and which does not, is not in an annotation.
+        # An annotation does not say whether a function takes formats of 8 bits.
         return None if _is_small_format(value) else str(error)
     return None if value is not None else "required a dtype or its name, got None."
 
@@ -263,7 +267,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # A text can be read as a number, but is none; a number that is traced is known later.
+    # A string can be read as a number, but is not one; a traced number is known later.
     if isinstance(value, str | bytes | type) or getattr(value, "ndim", 0):
         return False
     return isinstance(value, jax.Array) or hasattr(value, "__float__") or _is_integer(value)
@@ -272,12 +276,12 @@ def _is_number(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     if not isinstance(value, Shaped) or isinstance(value, jax.ShapeDtypeStruct):
         return False
-    # NumPy has arrays of texts and of objects.
+    # NumPy has arrays of strings and of objects.
     return getattr(value.dtype, "kind", "f") not in "OSU"
 
 
 def _is_key(value: Any) -> bool:
-    # Also of the old kind, which is an array of integers.
+    # Keys of the old kind count, too; these are arrays of integers.
     return is_key(value) or (_is_array(value) and value.dtype == np.uint32 and value.ndim > 0)
 
 
@@ -313,24 +317,24 @@ def _check(owner: Any, name: str, expected: _Expected, value: Any) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise unless a number is a share."""
+    """Raise unless a number is a share, from 0 to 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"`{name}` must be a share, from 0 to 1; got {value}. 95 % is 0.95.")
 
 
 def described(value: object) -> str:
-    """What came in place of what was required: its type, and what it is."""
+    """Describe a wrong value for an error: arrays by dtype and shape, others by value and type."""
     if isinstance(value, Shaped):
         return type_of(value)
     return f"{repr(value)[:60]} ({type(value).__name__})"
 
 
 def _what_it_is(owner: Any, name: str) -> str:
-    """The first sentence that the docstring has on a parameter."""
-    # Parameters of `__init__` are told in the docstring of the class, too.
+    """Return the first sentence that the docstring has on a parameter."""
+    # Parameters of `__init__` may be described in the docstring of the class, too.
     place = getattr(sys.modules.get(owner.__module__), owner.__qualname__.split(".")[0], None)
     text = f"{inspect.getdoc(owner)}\n\n{inspect.getdoc(place)}"
-    # To the next parameter, which is written no deeper, or to an empty line.
+    # Up to the next parameter, which is not indented deeper, or up to an empty line.
     said = re.search(rf"^( +){name}: ((?:.|\n(?!\1\w+: |\n))+)", text, re.MULTILINE)
     if said is None:
         return ""

@@ -1,4 +1,4 @@
-"""A call: its arguments as named leaves, and the call as a function of its arrays."""
+"""Represent a call: its arguments as named leaves, and the call as a function of its arrays."""
 
 import inspect
 import operator
@@ -23,7 +23,7 @@ _W = TypeVar("_W", bound=int | str)
 
 
 def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Names for `count` positional arguments: the function's own, `args/0` for variadic ones."""
+    """Name `count` positional arguments: by the function's names, `args/0` for variadic ones."""
     try:
         parameters = list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):  # Built-in callables have no signature: number the arguments.
@@ -39,8 +39,8 @@ def argument_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def listed(which: _W | Sequence[_W]) -> tuple[_W, ...]:
-    """Arguments that are named one by one, or one alone: by position or name."""
-    # A name is a sequence of letters as well: it is asked for first.
+    """Return a tuple of arguments, given as one or several positions or names."""
+    # A name is also a sequence of letters, so it is checked first.
     if isinstance(which, str):
         return cast("tuple[_W, ...]", (which,))
     try:
@@ -53,17 +53,17 @@ def listed(which: _W | Sequence[_W]) -> tuple[_W, ...]:
 class Arguments:
     """One call's arguments, flattened to leaves whose paths begin with the parameter's name.
 
-    `leaves` can be replaced and `rebuild` puts them back into the shape of the call.
+    The `leaves` can be replaced, and `rebuild` puts them back into the structure of the call.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.names = (*argument_names(func, len(args)), *kwargs)
         self.leaves: list[MarkedLeaf] = []
         self.owners: list[int] = []
-        """Of each leaf, the number of the argument that it is in."""
+        """For each leaf, the number of the argument that it is in."""
         values = (*args, *kwargs.values())
         # One by one and not all at once: key paths of `(args, kwargs)` would begin with numbers,
-        # and what users write in `keep=` begins with the names of their own parameters.
+        # and the rules that users write in `keep=` begin with the names of their own parameters.
         for number, (name, value) in enumerate(zip(self.names, values, strict=True)):
             below = marked_leaves(value, root=name)
             self.leaves += below
@@ -72,18 +72,18 @@ class Arguments:
         self._keywords = tuple(kwargs)
 
     def select(self, rules: Sequence[str], *, option: str = "keep") -> list[bool]:
-        """Which leaves the rules select; a rule that selects nothing is an error."""
+        """Return which leaves the rules select; a rule that selects nothing is an error."""
         paths = [leaf.path for leaf in self.leaves]
         return match_rules(rules, paths, roots=self.names, option=option)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's `args` and `kwargs` with other leaves in place."""
+        """Return the call's `args` and `kwargs` with other leaves in place."""
         args, values = jtu.tree_unflatten(self._structure, leaves)
         return args, dict(zip(self._keywords, values, strict=True))
 
 
 class FlatCall:
-    """A call whose arrays are a list, and whose results are one, so that it can be traced."""
+    """A call that takes and returns lists of arrays, so that it can be traced."""
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.arguments = Arguments(func, args, kwargs)
@@ -94,38 +94,38 @@ class FlatCall:
         self.is_dynamic = [
             is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves
         ]
-        """Of each leaf of the arguments: whether it is one of the arrays."""
+        """For each leaf of the arguments, whether it is one of the arrays."""
         self.arrays = self.dynamic(self._leaves)
         self.paths = tuple(self.dynamic([leaf.path for leaf in self.arguments.leaves]))
-        """Where in the call each array is, beginning with the parameter's name."""
+        """The path of each array in the call, beginning with the parameter's name."""
         self.owners = tuple(self.dynamic(self.arguments.owners))
-        """Which argument each array is of."""
+        """The number of the argument that each array belongs to."""
         self._results: tuple[Any, list[Any], list[bool]] | None = None
         self._variables = variables_in((args, kwargs))
         self._changed: list[int] = []
 
     def dynamic(self, of_leaves: Sequence[_T]) -> list[_T]:
-        """Of what is given for each leaf, what is given for the arrays."""
+        """Select the items that belong to arrays, given one item for each leaf."""
         return [x for x, dynamic in zip(of_leaves, self.is_dynamic, strict=True) if dynamic]
 
     def given(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's `args` and `kwargs` with other arrays in place."""
+        """Return the call's `args` and `kwargs` with other arrays in place."""
         return self.arguments.rebuild(_merged(self._leaves, self.is_dynamic, arrays))
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """The results' arrays, and those of variables that the function has changed in place."""
+        """Return the results' arrays, and those of variables that the function changed in place."""
         args, kwargs = self.given(arrays)
         variables = variables_in((args, kwargs))
         before = [variable.get_raw_value() for variable in variables]
         results, treedef = jtu.tree_flatten(self._func(*args, **kwargs))
         after = [variable.get_raw_value() for variable in variables]
-        # Which object it is tells whether it was changed: traced values cannot be compared.
+        # The object's identity shows whether it was changed: traced values cannot be compared.
         self._changed = [
             at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1]
         ]
         self._check_variables(variables_in((args, kwargs)))
-        # A traced function returns arrays only. All else that the user's returns (text, None,
-        # functions) is known now, and put back by `rebuild`.
+        # A traced function returns arrays only. All other results of the user's function (strings,
+        # None, functions) are known now, and `rebuild` puts them back.
         is_traced = [eqx.is_array(result) for result in results]
         others = [None if traced else x for x, traced in zip(results, is_traced, strict=True)]
         self._results = (treedef, others, is_traced)
@@ -142,10 +142,10 @@ class FlatCall:
             )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, out of the results' arrays; after it has been traced.
+        """Return what the function returns, made from the results' arrays, once it was traced.
 
-        Variables of NNX modules that the function has changed are changed then, as they are without
-        the rewriting.
+        This also changes the variables of NNX modules that the function changed, as a call without
+        the rewriting does.
         """
         if self._results is None:
             # Every caller traces first.

@@ -1,4 +1,4 @@
-"""What people see: reports, figures and tables as text and HTML, progress, pictures."""
+"""Display results: reports, numbers and tables as text and HTML, progress, and plots."""
 
 import abc
 import html as escaping
@@ -21,7 +21,7 @@ from halfstep._base.trees import Shaped
 
 
 class Report(abc.ABC):
-    """What every report of halfstep's is: text to print, JSON to keep, and HTML in a notebook.
+    """The base class of all reports: text to print, JSON to keep, and HTML in a notebook.
 
     Example:
         ```python
@@ -38,23 +38,23 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
 
     @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return the report as plain values."""
 
     @abc.abstractmethod
     def _repr_html_(self) -> str:
-        """The report as HTML, which notebooks ask for by this name."""
+        """Return the report as HTML; notebooks call this method by its name."""
 
     def __repr__(self) -> str:
         return str(self)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Everything as JSON; also written to a file if a path is given.
+        """Return the report as JSON, and write it to a file if a path is given.
 
-        JSON has no infinity and no NaN: such numbers are the texts `"inf"`, `"-inf"` and `"nan"`.
+        JSON has no infinity and no NaN: such numbers are the strings `"inf"`, `"-inf"` and `"nan"`.
         """
         if not isinstance(path, str | os.PathLike | None):
             raise TypeError(
@@ -67,7 +67,7 @@ class Report(abc.ABC):
 
 
 def _as_json(value: dict[str, Any]) -> str:
-    """Plain values as JSON that every reader accepts: what is not finite is text."""
+    """Return plain values as JSON that every reader accepts: non-finite numbers are strings."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 
@@ -82,7 +82,7 @@ def _finite(value: Any) -> Any:
 
 
 def with_values(module: object) -> str:
-    """The text of a module in which arrays of one number are that number, where it is known."""
+    """Format a module, with scalar arrays shown as their number where the number is known."""
     return eqx.tree_pformat(jtu.tree_map(_number, module))
 
 
@@ -91,17 +91,17 @@ def _number(leaf: object) -> object:
         return leaf
     if leaf.ndim or leaf.is_deleted():
         return leaf
-    # Of an array over several processes, each has the number if all have it.
+    # If an array spans several processes, this process has the number only if all have it.
     return leaf.item() if leaf.is_fully_addressable or leaf.is_fully_replicated else leaf
 
 
 def figure_of(what: str) -> Any:
-    """An empty figure, which has no size yet.
+    """Make an empty figure, which has no size yet.
 
-    It is made without pyplot: no window opens, and no state outlives the caller.
+    The figure is made without pyplot: no window opens, and no state outlives the caller.
 
     Raises:
-        ModuleNotFoundError: Without matplotlib.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -114,7 +114,7 @@ def figure_of(what: str) -> Any:
 
 
 class Progress:
-    """Counts compiles on standard error; nothing at all without tqdm."""
+    """Counts compiles on standard error; shows nothing if tqdm is not installed."""
 
     def __init__(self, total: int | None, *, show: bool):
         self._bar: Any = None
@@ -140,7 +140,7 @@ class Progress:
     def begin(self, what: str) -> None:
         """Say what is being compiled."""
         if self._bar is not None:
-            # As it is: tqdm would write a second colon where it has no total.
+            # The text is set verbatim: otherwise tqdm writes a second colon where it has no total.
             self._bar.set_description_str(what)
 
     def done(self) -> None:
@@ -150,13 +150,13 @@ class Progress:
 
 
 ABSENT = "-"
-# Narrower than this, a column of text says nothing any more.
+# A column of text that is narrower than this is not readable.
 _NARROWEST = 12
 _CELL = "padding:2px 10px;white-space:nowrap;text-align:"
 
 
 def size(count: int | float | None) -> str:
-    """Bytes for people: `1.66 GiB`, `-4.1 MiB`."""
+    """Format bytes for people: `1.66 GiB`, `-4.1 MiB`."""
     if count is None:
         return ABSENT
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -166,7 +166,7 @@ def size(count: int | float | None) -> str:
 
 
 def flops(count: int | float) -> str:
-    """FLOPs for people: `1.28 TFLOP`."""
+    """Format FLOPs for people: `1.28 TFLOP`."""
     for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
@@ -174,7 +174,7 @@ def flops(count: int | float) -> str:
 
 
 def seconds(value: int | float) -> str:
-    """A time for people: `1.2 ms`."""
+    """Format a time for people: `1.2 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -182,8 +182,8 @@ def seconds(value: int | float) -> str:
 
 
 def percent(share: float | int) -> str:
-    """A share for people: `99.2 %`."""
-    # 100 % and 0 % are said only when they are exact.
+    """Format a share for people: `99.2 %`."""
+    # 100 % and 0 % are shown only when they are exact.
     if 0 < share < 0.001:
         return "<0.1 %"
     if 0.999 < share < 1:
@@ -192,20 +192,20 @@ def percent(share: float | int) -> str:
 
 
 def type_of(array: Shaped) -> str:
-    """The dtype and shape of an array, or of anything that has both: `float32[2, 3]`."""
+    """Format the dtype and shape of an array, or of anything that has both: `float32[2, 3]`."""
     return f"{array.dtype}{list(array.shape)}"
 
 
 def number_of(count: int, name: str) -> str:
-    """A count with its noun: `1 operation`, `1,200 operations`."""
+    """Format a count with its noun: `1 operation`, `1,200 operations`."""
     return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
-    """Rows as columns of equal width, numbers to the right.
+    """Align the cells of rows in columns, with numbers to the right.
 
     In a terminal that is too narrow, the widest columns of text are shortened. In a file or a pipe
-    nothing is.
+    nothing is shortened.
     """
     # Programs without a console, such as services on Windows, have no standard output at all.
     widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
@@ -222,12 +222,12 @@ def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text that takes at most so many characters; two dots stand for what was cut."""
+    """Cut a text to at most `width` characters; two dots stand for the part that was cut."""
     return text if len(text) <= width else f"{text[: width - 2]}.."
 
 
 def _fitted(widths: Sequence[int], numbers: Sequence[bool], room: int) -> list[int]:
-    """The widths of columns that fit beside each other: of text, the widest give way."""
+    """Return column widths that fit next to each other; the widest columns of text shrink."""
     fitted = list(widths)
     texts = [at for at, number in enumerate(numbers) if not number]
     while sum(fitted) + 2 * (len(fitted) - 1) > room:
@@ -244,7 +244,7 @@ def html_table(
     rows: Sequence[Sequence[tuple[str, bool]]],
     good: Sequence[bool],
 ) -> str:
-    """A table for notebooks. Cells say whether they are numbers; rows that are not good are red."""
+    """Make a table for notebooks. Cells say if they are numbers; rows that are not good are red."""
     lines = [
         '<table style="margin:0 0 0.8em"><thead><tr>',
         *(_cell("th", *cell) for cell in head),

@@ -1,4 +1,4 @@
-"""Number formats: their names, their limits, and which of the 16-bit ones is meant by "half"."""
+"""Describe number formats: their names, their limits, and which 16-bit format "half" means."""
 
 import contextlib
 import dataclasses
@@ -104,7 +104,7 @@ _HALF = jax.make_user_context(np.dtype(jnp.bfloat16))
 
 
 def half_dtype() -> np.dtype:
-    """The dtype that "half precision" means here: bfloat16, or what `half_precision` says.
+    """Return the dtype that "half precision" means: bfloat16, or the one set by `half_precision`.
 
     Example:
         ```python
@@ -120,9 +120,9 @@ def half_dtype() -> np.dtype:
 
 @contextlib.contextmanager
 def half_precision(dtype: DTypeLike) -> Generator[np.dtype, None, None]:
-    """Within this context, "half precision" means `dtype`.
+    """Make "half precision" mean `dtype` inside this context.
 
-    It is part of JAX's trace context, so a jitted function is traced anew for each value.
+    The setting is part of JAX's trace context, so a jitted function is traced anew for each value.
 
     Args:
         dtype: `"bf16"` or `"f16"`.
@@ -148,7 +148,7 @@ def half_precision(dtype: DTypeLike) -> Generator[np.dtype, None, None]:
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """The short name of a dtype, `"bf16"` for bfloat16; NumPy's name where there is none."""
+    """Return the short name of a dtype, `"bf16"` for bfloat16; NumPy's name if it has none."""
     dtype = np.dtype(dtype)
     return _BY_DTYPE[dtype].name if dtype in _BY_DTYPE else dtype.name
 
@@ -163,9 +163,9 @@ def parse_dtype(dtype: Any) -> np.dtype:
         The NumPy dtype.
 
     Raises:
-        ValueError: If there is no such format, or it is too narrow to be cast to without a scale.
+        ValueError: If the format is unknown, or too narrow to be cast to without a scale.
     """
-    # Texts first: NumPy has names of its own, and "half" is always float16 for it.
+    # Strings first: NumPy has its own names, and its "half" is always float16.
     if isinstance(dtype, str):
         name = dtype.strip().lower()
         if name == "half":
@@ -197,16 +197,16 @@ def parse_dtype(dtype: Any) -> np.dtype:
 
 # JAX's own `promote_types` follows the user's promotion mode and raises under the strict one.
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
-    """The dtype itself if it holds every float32 (float64 and complex do), else float32."""
+    """Return the dtype itself if it holds every float32 (float64 and complex do), else float32."""
     dtype = np.dtype(dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if narrow else dtype
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """The narrowest of the formats that holds every number of every given one."""
+    """Return the narrowest format that holds every number of all given formats."""
     distinct = set(dtypes)
     if len(distinct) == 1:
         return distinct.pop()
-    # Not simply the one with the most bytes: neither of bfloat16 and float16 holds the other.
+    # Not simply the dtype with the most bytes: neither of bfloat16 and float16 holds the other.
     return max((at_least_float32(dtype) for dtype in distinct), key=lambda dtype: dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Traced functions, the functions that an operation's parameters hold, and types of values."""
+"""Read traced functions, the functions in an operation's parameters, and the types of values."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,23 +15,23 @@ else:
 
 
 def closed(jaxpr: object) -> ClosedJaxpr:
-    """A traced function together with its constants.
+    """Return a traced function together with its constants.
 
-    Up to JAX 0.10 some primitives hold an open one, whose operands are all it needs.
+    Up to JAX 0.10 some primitives hold an open function, which needs nothing but its operands.
     """
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr
     if isinstance(jaxpr, core.Jaxpr):
-        # Constants whose values are not there are operands that come first.
+        # Constants without values become operands, which come first.
         inputs: Any = [*jaxpr.constvars, *jaxpr.invars]
         opened = jaxpr.replace(constvars=[], invars=inputs) if jaxpr.constvars else jaxpr
         return ClosedJaxpr(opened, ())
-    # Callers that read a parameter of another form raise an error in their own words.
+    # Callers that read a parameter of another form raise their own error.
     raise TypeError(f"a traced function is needed, got {type(jaxpr).__name__}")
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
-    """The functions that an operation's parameters hold, whatever they are called."""
+    """Yield the functions that an operation's parameters hold, whatever their names."""
     for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield closed(value)

@@ -1,6 +1,6 @@
-"""The one file that touches what JAX does not promise to keep. Without it, less is known.
+"""Use JAX internals, which no other file does. Where an internal is missing, less is known.
 
-`tests/test_private_jax.py` looks at what it relies on, with every JAX that is tested.
+`tests/test_private_jax.py` checks these internals with every tested JAX.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ class TracebackFrame(Protocol):
 
 @runtime_checkable
 class Traceback(Protocol):
-    """A traceback as JAX keeps it of each operation; its class has no public name."""
+    """A traceback, as JAX keeps one for each operation; its class has no public name."""
 
     @property
     def frames(self) -> Sequence[TracebackFrame]:
-        """The innermost first."""
+        """The frames, the innermost first."""
         ...
 
 
 @contextlib.contextmanager
 def lines_of_backward_functions() -> Generator[None, None, None]:
-    """Keep the lines of what is traced in backward functions (of `custom_vjp`) as they are.
+    """Keep the source lines of operations that are traced in backward functions (`custom_vjp`).
 
-    JAX writes the line of the call over them, whose derivative they are. If it has changed how it
-    does that, it is that line as before.
+    JAX overwrites these lines with the line of the differentiated call. If JAX changes how it does
+    this, the operations keep the line of the call.
     """
     module: Any = sys.modules[source_info_util.current.__module__]
     try:
@@ -66,7 +66,7 @@ def lines_of_backward_functions() -> Generator[None, None, None]:
 
 
 def _is_in_backward_function(traceback: Traceback) -> bool:
-    """Whether a frame that is not JAX's is inside its backward pass."""
+    """Return whether a frame that is not JAX's is inside JAX's backward pass."""
     inside = outside = False
     for frame in traceback.frames:
         is_jax = frame.file_name.startswith(_JAX)
@@ -82,12 +82,13 @@ _COMPILER = os.path.join("jax", "_src", "compiler.py")
 
 
 def is_compiling(thread: int) -> bool:
-    """Whether a thread is compiling a program at this moment, by its stack.
+    """Return whether a thread is compiling a program at this moment, judged by its stack.
 
-    JAX tells of a compile when it is done, and of none that runs. Should the file have another name
-    one day, the answer is no.
+    JAX reports a compile only when it is done, not while it runs. If JAX renames the file of its
+    compiler one day, the answer is no.
     """
-    # By its name: Python documents it, and says by the underscore that it is for such uses only.
+    # Read by name: Python documents the function, and its underscore says that it is for special
+    # uses such as this one.
     frames: dict[int, Any] = getattr(sys, "_current_frames")()  # noqa: B009
     frame = frames.get(thread)
     while frame is not None:

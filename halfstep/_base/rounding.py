@@ -1,18 +1,19 @@
-"""A rounded number is one number, whoever reads it.
+"""Make all readers of a rounded value see the same number.
 
 Compilers compute bfloat16 arithmetic in float32 and round the result. Where the result is read in
-float32 again, or by the next operation of that kind, they leave the rounding out (it is more exact,
+float32 again, or by the next operation of that kind, they omit the rounding (this is more exact,
 and `xla_allow_excess_precision` allows it); where the result is written to memory, they round. So
 two readers may see two numbers: the maximum of some logits, and a logit that is above the maximum.
 
-Rounding here is explicit: `reduce_precision`, which no compiler leaves out. It stands where a value
-is read and not where it is made. On an H100 the second form was measured to take 9 % more memory
-for a ViT: XLA keeps the value before and after the rounding, since either is as cheap to read. The
-first form costs nothing: all readers share it, and it is fused with each of them.
+Rounding here is explicit: it is a `reduce_precision`, which no compiler omits. It is placed where a
+value is read and not where the value is computed. On an H100, rounding where the value is computed
+was measured to take 9 % more memory for a ViT: XLA keeps the value before and after the rounding,
+since both are equally cheap to read. Rounding where the value is read costs nothing: all readers
+share the rounding, and it is fused with each of them.
 
-Float16 has instructions of its own, and what is left out there is the rounding between a product
-and a sum that become one instruction. `reduce_precision` to float16's exponents would lose its
-subnormal numbers, so exponents stay float32's: numbers of float16 pass as they are.
+Float16 has its own instructions, and compilers omit the rounding between a product and a sum that
+become one instruction. `reduce_precision` to float16's exponents would lose the subnormal numbers,
+so exponents stay float32's: float16 numbers pass unchanged.
 """
 
 import enum
@@ -25,15 +26,16 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-# Constants of a program come as NumPy's.
+# Constants of a program are NumPy arrays and scalars.
 _Value = TypeVar("_Value", bound=jax.Array | np.ndarray | np.number)
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _LOW = (_BFLOAT16, np.dtype(np.float16))
 _FLOAT32 = np.dtype(np.float32)
 NAME = "halfstep_settle"
-# A primitive of its own, for three reasons. Which platforms round is only known when the program is
-# lowered for one of them. `explain` and `debug` can tell it from what the user has written. And its
-# derivative is the identity, where that of `reduce_precision` rounds the cotangents once more.
+# This is a separate primitive, for three reasons. Only some platforms round, and the platform is
+# only known when the program is lowered. `explain` and `debug` can tell it from operations that the
+# user has written. And its derivative is the identity, while the derivative of `reduce_precision`
+# rounds the cotangents once more.
 _settle = Primitive(NAME)
 
 
@@ -41,28 +43,29 @@ class Rounding(enum.IntEnum):
     """Whether all readers of a value see the same rounding of it."""
 
     SETTLED = 0
-    """They do."""
+    """All readers see the same."""
     LOOSE_ON_CPU = 1
-    """Not on CPUs: a product, which GPUs and TPUs write to memory, or hand on to one reader."""
+    """Readers may differ on CPUs: a product, which GPUs and TPUs write to memory, or pass on to
+    one reader."""
     LOOSE = 2
-    """Not anywhere: made by arithmetic in the compute dtype."""
+    """Readers may differ everywhere: the value is made by arithmetic in the compute dtype."""
 
 
 def settled(value: _Value, rounding: Rounding = Rounding.LOOSE) -> _Value:
-    """A value in the compute dtype, as whoever reads it from memory sees it."""
+    """Return a value in the compute dtype, rounded as it would be in memory."""
     return _written_out(value, value.dtype, rounding)
 
 
 def widened(value: jax.Array | np.ndarray | np.number, rounding: Rounding) -> jax.Array:
-    """The same, in float32."""
+    """Return the same as `settled`, in float32."""
     wide = jax.lax.convert_element_type(value, _FLOAT32)
     return _written_out(wide, value.dtype, rounding)
 
 
 def representable(value: _Value, dtype: np.dtype) -> _Value:
-    """The nearest numbers that a dtype has, still in float32: a cast to it changes nothing more.
+    """Round to the nearest numbers of a dtype, in float32, so that a cast to it changes nothing.
 
-    Only for bfloat16; float16 has instructions of its own, and its casts are never undone.
+    This is for bfloat16 only: float16 has its own instructions, and casts to it are never undone.
     """
     if dtype != _BFLOAT16 or value.dtype != _FLOAT32:
         return value
@@ -70,10 +73,10 @@ def representable(value: _Value, dtype: np.dtype) -> _Value:
 
 
 def cast(value: jax.Array | np.ndarray | np.number, dtype: np.dtype) -> jax.Array:
-    """A value in another dtype, which whoever reads it in float32 sees as rounded to that dtype.
+    """Cast a value to another dtype, so that readers in float32 see it rounded to that dtype.
 
-    Readers in `dtype` itself still have to see to it that it is `settled`. Compilers do not undo a
-    cast that is written out, except XLA:CPU where a sum of bfloat16 numbers reads it. A cast to
+    Readers in `dtype` itself still have to make sure that the value is `settled`. Compilers do not
+    undo an explicit cast, except XLA:CPU where a sum of bfloat16 numbers reads it. A cast to
     float16 is never undone: its readers have instructions for that dtype.
     """
     if dtype == _BFLOAT16 and value.dtype == _FLOAT32:
@@ -82,7 +85,7 @@ def cast(value: jax.Array | np.ndarray | np.number, dtype: np.dtype) -> jax.Arra
 
 
 def _written_out(value: _Value, dtype: np.dtype, rounding: Rounding) -> _Value:
-    """A value whose rounding to a dtype of 16 bits is part of the program, if it has to be."""
+    """Make the rounding of a value to a 16-bit dtype part of the program, if it has to be."""
     if rounding is Rounding.SETTLED or dtype not in _LOW:
         return value
     return _settle.bind(value, dtype=dtype, only_cpu=rounding is Rounding.LOOSE_ON_CPU)
@@ -105,7 +108,7 @@ def _jvp(
     return _settle.bind(*primals, **params), tangents[0]
 
 
-# Outside of a compiled function every operation rounds what it makes.
+# Outside a compiled function every operation rounds its result.
 _settle.def_impl(lambda value, **_: value)
 _settle.def_abstract_eval(lambda value, **_: value)
 ad.primitive_jvps[_settle] = _jvp

@@ -1,4 +1,4 @@
-"""Trees: paths as text, rules that select leaves by them, kinds of leaves, persistent state."""
+"""Handle trees: paths as strings, rules that select leaves, kinds of leaves, persistent state."""
 
 import difflib
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def path_string(path: Sequence[Any], *, root: str = "") -> str:
-    """A key path as text, `layers/0/weight`, below an optional root such as an argument's name."""
+    """Return a key path as a string, `layers/0/weight`, below an optional root such as `params`."""
     below = jtu.keystr(tuple(path), simple=True, separator="/")
     return "/".join(part for part in (root, below) if part)
 
@@ -40,7 +40,7 @@ def compile_rule(rule: object) -> re.Pattern[str]:
     return _pattern(rule)
 
 
-# Asked for every operation of a function and every rule.
+# Cached, because it is called for every operation of a function and every rule.
 @functools.lru_cache(maxsize=4096)
 def _pattern(rule: str) -> re.Pattern[str]:
     parts: list[str] = []
@@ -56,13 +56,13 @@ def _pattern(rule: str) -> re.Pattern[str]:
 def match_rules(
     rules: Sequence[str], paths: Sequence[str], *, roots: Iterable[str] = (), option: str = "keep"
 ) -> list[bool]:
-    """Which of `paths` are selected by any of `rules`.
+    """Return which of `paths` are selected by any of `rules`.
 
     Args:
         rules: Path rules, see `compile_rule`.
-        paths: One path a leaf.
+        paths: One path per leaf.
         roots: Names that a rule may select although nothing lies below them: an argument that is
-            `None` is no mistake.
+            `None` is not a mistake.
         option: The name under which the user gave the rules, for the error.
 
     Raises:
@@ -93,7 +93,7 @@ def _unmatched(rule: str, paths: Sequence[str], roots: Sequence[str], option: st
         for path in candidates
         if difflib.SequenceMatcher(None, path.rsplit("/", 1)[-1], last).ratio() >= 0.7
     ]
-    # By the whole path, and by the last name alone: what is misspelled is often only where it lies.
+    # Compare the whole path, and the last name alone: often only the place of the leaf is wrong.
     near = difflib.get_close_matches(rule, list(candidates), n=3, cutoff=0.5)
     shown = list(dict.fromkeys([*near, *by_name]))[:3] or list(candidates)[:5]
     listed = ", ".join(repr(path) for path in shown) or "none: there are no leaves"
@@ -106,7 +106,7 @@ def _unmatched(rule: str, paths: Sequence[str], roots: Sequence[str], option: st
 
 @runtime_checkable
 class Shaped(Protocol):
-    """An array, or what stands for one: a `jax.ShapeDtypeStruct`, the type of a traced value."""
+    """An array, or a stand-in for one: a `jax.ShapeDtypeStruct`, the type of a traced value."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -115,24 +115,24 @@ class Shaped(Protocol):
 
 
 def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic]:
-    """Whether a leaf is an array or a scalar of JAX's or NumPy's."""
+    """Return whether a leaf is a JAX or NumPy array or scalar."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def is_inexact(leaf: object) -> bool:
-    """Whether a leaf is made of floating-point or complex numbers, Python's own included."""
+    """Return whether a leaf holds floating-point or complex numbers, Python's own included."""
     if isinstance(leaf, float | complex):
         return True
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_key(leaf: object) -> bool:
-    """Whether a leaf is made of typed PRNG keys."""
+    """Return whether a leaf holds typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def without_key_type(leaf: Any) -> Any:
-    """The integers of typed PRNG keys; other leaves as they are."""
+    """Return the integers of typed PRNG keys, and other leaves as they are."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -143,7 +143,7 @@ _STATE_NAME = re.compile(rf"(?:^|/)(?:{'|'.join(STATE_NAMES)})(?:/|$)")
 
 
 class MarkedLeaf(NamedTuple):
-    """A leaf, its path as text, and whether it is persistent state."""
+    """A leaf, its path as a string, and whether it is persistent state."""
 
     path: str
     leaf: Any
@@ -151,7 +151,7 @@ class MarkedLeaf(NamedTuple):
 
 
 def is_state_node(node: object) -> bool:
-    """Whether a node of a tree is persistent state by its type."""
+    """Return whether a node of a tree is persistent state by its type."""
     if isinstance(node, eqx.nn.State):
         return True
     # NNX variables exist only once their user has imported Flax, which halfstep never does here.
@@ -160,7 +160,7 @@ def is_state_node(node: object) -> bool:
 
 
 def variables_in(tree: object) -> list[Any]:
-    """The variables of NNX modules in a tree, which functions change in place."""
+    """Return the variables of NNX modules in a tree, which functions change in place."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return []
@@ -172,7 +172,7 @@ def set_variable(variable: Any, value: object) -> None:
     """Change a variable of an NNX module in place.
 
     Raises:
-        ValueError: The variable belongs outside of the gradient function that is being traced.
+        ValueError: If the variable belongs outside the gradient function that is being traced.
     """
     # Flax lets a variable be changed only at the level of tracing where it was made: a tracer of an
     # inner level in a variable of an outer one would outlive its trace.
@@ -187,11 +187,11 @@ def set_variable(variable: Any, value: object) -> None:
 
 
 def marked_leaves(tree: object, *, root: str = "") -> list[MarkedLeaf]:
-    """The leaves of `tree` in JAX's order, each with its path and whether it is state."""
+    """Return the leaves of `tree` in JAX's order, each with its path and whether it is state."""
     marked: list[MarkedLeaf] = []
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=is_state_node)[0]:
         by_type = is_state_node(node)
-        # A node of state is taken whole first: its leaves alone do not tell what they are of.
+        # A state node is taken whole first: its leaves alone do not show that they are state.
         below = jtu.tree_flatten_with_path(node)[0] if by_type else [((), node)]
         for sub_path, leaf in below:
             text = path_string((*path, *sub_path), root=root)

@@ -1,4 +1,4 @@
-"""What runs in which precision, why, and what is wrong with it."""
+"""Explain what runs in which precision, why, and what is wrong with it."""
 
 from halfstep._explain.entries import (
     ExplainEntry as ExplainEntry,

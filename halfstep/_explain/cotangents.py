@@ -1,9 +1,9 @@
-"""Findings: backward rules that are not linear, and so see the scale of the loss.
+"""Find backward rules that are not linear, and so see the scale of the loss.
 
-A loss scale multiplies every cotangent by one number, and gradients are divided by it in the end.
-JAX's own derivatives are linear, so nothing is changed by that. A `custom_vjp` may clip its
+A loss scale multiplies every cotangent by one number, and gradients are divided by this number in
+the end. JAX's own derivatives are linear, so the scale changes nothing. A `custom_vjp` may clip its
 cotangent, compare it or divide by its norm: it is given numbers that are 32,768 times too large.
-The backward pass is traced, and what depends on the loss's cotangent is followed through it.
+The backward pass is traced, and all values that depend on the loss's cotangent are followed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from halfstep._explain.findings import ExplainFinding
 from halfstep._explain.stored import vjp_by_parameters
 from halfstep._program import Finder, Source, structure_of
 
-# Of operations that are in neither list nothing is said: they move values or add them up.
+# Operations in neither list are not reported: they move values or add them up.
 _NOT_LINEAR = frozenset(
     {
         *("max", "min", "clamp", "abs", "sign", "eq", "ne", "lt", "le", "gt", "ge", "is_finite"),
@@ -29,20 +29,20 @@ _NOT_LINEAR = frozenset(
         *("ceil", "nextafter", "rem", "atan2", "reduce_prod", "cumprod"),
     }
 )
-# Linear in one factor, and not in two.
+# Linear in one factor, but not in two.
 _PRODUCTS = CONTRACTIONS | {"mul"}
 
 
 def scale_sensitive(
     call: FlatCall, params: Sequence[int], finder: Finder
 ) -> Iterator[ExplainFinding]:
-    """Operations of the backward pass that a scaled loss changes.
+    """Report operations of the backward pass that a scaled loss changes.
 
-    There are none in a function that has no backward pass, such as a `while_loop`.
+    A function without a backward pass, such as a `while_loop`, has none.
 
     Args:
         call: The function as it is written.
-        params: The positions of the arguments that it is differentiated by.
+        params: The positions of the arguments that it is differentiated with respect to.
         finder: Finds the user's lines.
     """
     try:
@@ -67,7 +67,7 @@ def scale_sensitive(
 
 
 def _backward(call: FlatCall, params: Sequence[int]) -> tuple[core.Jaxpr, int]:
-    """The backward pass of a function, and how many of its inputs, the first, are cotangents."""
+    """Return the backward pass of a function, and how many of its first inputs are cotangents."""
 
     def results(*values: Any) -> list[Any]:
         return [leaf for leaf in call(*values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -82,7 +82,7 @@ def _backward(call: FlatCall, params: Sequence[int]) -> tuple[core.Jaxpr, int]:
 def _follow(
     jaxpr: core.Jaxpr, scaled: Sequence[bool], found: dict[Source, core.JaxprEqn], finder: Finder
 ) -> list[bool]:
-    """Which results of a traced function are scaled with its inputs; notes what is not linear."""
+    """Return which results scale with a function's inputs; note operations that are not linear."""
     known = {var for var, is_scaled in zip(jaxpr.invars, scaled, strict=True) if is_scaled}
 
     def is_scaled(atom: core.Var | core.Literal) -> bool:
@@ -92,8 +92,8 @@ def _follow(
         ins = [is_scaled(atom) for atom in equation.invars]
         if not any(ins):
             continue
-        # After an operation that is not linear, results still count as scaled: what is made of them
-        # depends on the scale as well.
+        # After an operation that is not linear, results still count as scaled: values made of them
+        # depend on the scale as well.
         outs = _inside(equation, ins, found, finder)
         if outs is None:
             outs = [True] * len(equation.outvars)
@@ -106,7 +106,7 @@ def _follow(
 def _is_not_linear(name: str, ins: Sequence[bool]) -> bool:
     if name in _PRODUCTS:
         return all(ins[:2])
-    # To divide by a cotangent is not linear; to divide a cotangent is.
+    # Dividing by a cotangent is not linear; dividing a cotangent is.
     return name in _NOT_LINEAR or (name == "div" and ins[1])
 
 
@@ -116,7 +116,7 @@ def _inside(
     found: dict[Source, core.JaxprEqn],
     finder: Finder,
 ) -> list[bool] | None:
-    """The same of an operation that holds functions; `None` for one that does not."""
+    """Do the same for an operation that contains functions; `None` if it does not."""
     structure = structure_of(equation.primitive.name, equation.params)
     if structure is None or structure.is_opaque:
         return None
@@ -127,7 +127,7 @@ def _inside(
         given = [ins[position] for position in inner.operands]
         while True:
             outs = _follow(inner.function.jaxpr, given, found, finder)
-            # What an iteration makes of scaled numbers, the next one is given.
+            # The next iteration is given what this one makes of scaled numbers.
             carried = [
                 position
                 for position, is_one in zip(inner.carried, outs, strict=False)

@@ -1,4 +1,4 @@
-"""The operations of a function: what is known about each, and how types are written."""
+"""Describe the operations of a function: what is known about each, and how types are written."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from halfstep._base import dtype_name
 from halfstep._program import Source
 
-# As recipes write them.
+# Short names, as recipes write them.
 _FEW_BITS = MappingProxyType(
     {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}
 )
@@ -32,10 +32,10 @@ class Typed:
 
 
 def typed(aval: object, dtype: np.dtype | None = None) -> Typed:
-    """The type of a value, in another dtype if one is given."""
+    """Return the type of a value, in another dtype if one is given."""
     held = getattr(aval, "dtype", None) if dtype is None else dtype
     shape = tuple(getattr(aval, "shape", ()))
-    # Tokens, which order effects, have neither.
+    # Tokens, which order effects, have neither a dtype nor a shape.
     if held is None:
         return Typed(str(aval), shape, 0)
     # Rounded up to whole bytes: elements may have 4 bits.
@@ -48,7 +48,7 @@ def _bits(dtype: Any) -> int:
 
 
 def name_of(dtype: Any) -> str:
-    """The short name of a dtype; also of one that NumPy does not know, such as a key's."""
+    """Return the short name of a dtype, even if NumPy does not know it, such as a key's."""
     try:
         name = dtype_name(dtype)
     except TypeError:
@@ -57,7 +57,7 @@ def name_of(dtype: Any) -> str:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether a dtype is one of real floating-point numbers."""
+    """Return whether a dtype is one of real floating-point numbers."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
@@ -74,21 +74,21 @@ class ExplainEntry:
         outs: Dtype and shape of its results.
         rule: How its precision is decided: compute, float32, widest, follow or as traced.
         reason: Why it runs in the dtype it runs in.
-        by: The rule of the policy's that has decided; empty if it was the table of operations.
-        island: The number of the float32 island that it is in, which is computed again for the
-            gradient instead of stored; `None` if it is in none.
-        count: How often it runs in one call. A `while` loop is counted as one turn.
-        flops: What one run computes.
+        by: The policy's rule that has decided; empty if it was the table of operations.
+        island: The number of the float32 island that it is in, which is recomputed for the gradient
+            instead of stored; `None` if it is in none.
+        count: How often it runs in one call. A `while` loop is counted as one iteration.
+        flops: The FLOPs of one run.
         is_contraction: Whether it is a dot or a convolution.
         largest: The largest magnitude in a contraction's result; only with `values=True`.
         parameter: The parameter that a contraction multiplies, `params/up`; empty if there is
-            none, or none that is known.
+            none, or if it is not known.
         in_f8: Whether a contraction multiplies numbers of 8 or 4 bits.
-        refusal: Why the policy's recipe leaves a contraction out, or does not multiply it in few
-            bits; empty if there is none.
+        refusal: Why the policy's recipe leaves a contraction out, or does not multiply it in 8 or
+            4 bits; empty otherwise.
         inside_flops: FLOPs of the contractions in functions that the operation runs as they are
             written, such as the solvers of `custom_linear_solve`, by dtype; loops of unknown length
-            count as one turn, and kernels are not counted.
+            count as one iteration, and kernels are not counted.
 
     Example:
         ```python
@@ -123,12 +123,12 @@ class ExplainEntry:
 
     @property
     def bytes_in(self) -> int:
-        """What one run reads."""
+        """The bytes that one run reads."""
         return sum(value.bytes for value in self.ins)
 
     @property
     def bytes_out(self) -> int:
-        """What one run writes."""
+        """The bytes that one run writes."""
         return sum(value.bytes for value in self.outs)
 
     @property
@@ -145,7 +145,7 @@ class ExplainEntry:
         return f"{' x '.join(ins) or '()'} -> {', '.join(outs) or '()'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON."""
+        """Return everything as plain values for JSON."""
         return {
             "name": self.name,
             "source": dataclasses.asdict(self.source),

@@ -1,4 +1,4 @@
-"""The report of `explain`: its text and HTML, its table of operations, and `check`."""
+"""Define the report of `explain`: its text and HTML, its table of operations, and `check`."""
 
 import dataclasses
 import html as escaping
@@ -28,9 +28,9 @@ from halfstep._explain.totals import ExplainTotals, f8_fix, is_f8_eligible, is_l
 from halfstep._policy import Recipe
 from halfstep._program import Source
 
-# How many lines are named of contractions that are not in few bits.
+# How many source lines are named for contractions that are not in 8 or 4 bits.
 _LINES = 4
-# Wider or longer than the window: it scrolls, and the page does not.
+# A table that is wider or longer than the window scrolls, and the page does not.
 _SCROLL = "overflow:auto;max-height:32em"
 _HEADINGS = (
     ("  operation", False),
@@ -41,13 +41,13 @@ _HEADINGS = (
     ("FLOPs", True),
     ("out", True),
 )
-"""Of the columns, and whether they hold numbers."""
+"""The headings of the columns, and whether the columns hold numbers."""
 _ISLAND = "* in a float32 island, which is computed again for the gradient and not stored."
 _WIDEST = MappingProxyType({"  operation": 24, "dtypes": 20, "why": 40})
 
 
 class LintError(AssertionError):
-    """A function misses what was required of it; the message lists every miss with its line.
+    """Raised when a function misses a requirement; the message lists every miss with its line.
 
     Example:
         ```python
@@ -71,19 +71,19 @@ class LintError(AssertionError):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ExplainReport(Report):
-    """What runs in which precision, why, and what is wrong with it.
+    """A report of what runs in which precision, why, and what is wrong with it.
 
     `print(report)` shows the totals, the findings and a table of the operations by source line; a
     notebook shows the same as HTML.
 
     Attributes:
-        name: Of the function.
-        policy: As text.
+        name: The name of the function.
+        policy: The policy as a string.
         compute: The compute dtype's short name.
         operations: Every operation, in the order in which they were traced.
-        totals: What they add up to.
+        totals: What the operations add up to.
         findings: What can be changed, and what to type.
-        notes: What else is to be known.
+        notes: What else to know.
         recipe: The policy's recipe for products in 8 or 4 bits, if it has one.
         residuals: Every value that is kept for the backward pass, the largest first, and those that
             rules recompute.
@@ -119,16 +119,17 @@ class ExplainReport(Report):
 
     @checked
     def table(self, *, full: bool = False) -> str:
-        """The operations as a table.
+        """Return the operations as a table.
 
         Args:
-            full: Every operation on a line of its own. Else those of the same line, primitive and
-                dtypes are on one, and what only moves values is left out.
+            full: Whether every operation gets a row of its own. Otherwise operations of the same
+                source line, primitive and dtypes share a row, and those that only move values are
+                left out.
         """
         return _table(self.operations, full=full)
 
     def residual_table(self) -> str:
-        """What is kept for the backward pass, and what rules recompute, as a table."""
+        """Return what is kept for the backward pass, and what rules recompute, as a table."""
         head = ["bytes", "decision", "type", "operation", "source", "scope", "rule"]
         cells = [
             [size(r.bytes), r.decision, str(r.type), r.operation, r.source.short, r.scope, r.by]
@@ -137,8 +138,8 @@ class ExplainReport(Report):
         return aligned([head, *cells], [True, *[False] * 6])
 
     def at(self, place: str) -> tuple[ExplainEntry, ...]:
-        """The operations of a source line, `"model.py:41"`, or of a whole file, `"model.py"`."""
-        # Both with a slash in front, so that `model.py` does not stand for `my_model.py`.
+        """Return the operations of a source line, `"model.py:41"`, or of a file, `"model.py"`."""
+        # Both paths get a slash in front, so that `model.py` does not stand for `my_model.py`.
         file, colon, line = place.rpartition(":")
         if not colon:
             file, line = place, ""
@@ -150,7 +151,7 @@ class ExplainReport(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "name": self.name,
             "policy": self.policy,
@@ -170,19 +171,19 @@ class ExplainReport(Report):
         max_findings: int = 0,
         f8: float | int | None = None,
     ) -> None:
-        """Raise unless the function is as it should be; for tests and CI.
+        """Raise unless the function meets the requirements; for tests and CI.
 
         Args:
-            low: The share of the contractions' FLOPs that has to be at the compute dtype, or in
+            low: The share of the contractions' FLOPs that has to be in the compute dtype, or in
                 fewer bits.
             max_findings: How many findings there may be.
             f8: The share of the eligible contractions' FLOPs that has to be multiplied in 8 bits
-                (4 with a recipe of 4). Eligible are all that the policy's recipe is for, and that
-                nothing in the policy speaks against: see `ExplainF8`.
+                (4 with a recipe of 4). A contraction is eligible if the policy's recipe is for it,
+                and nothing in the policy excludes it: see `ExplainF8`.
 
         Raises:
-            LintError: With what misses: the contractions that are not lowered, or not in 8 bits,
-                and every finding, each with its line.
+            LintError: If a requirement is missed. The message lists the contractions that are not
+                lowered, or not in 8 bits, and every finding, each with its line.
         """
         check_share("low", low)
         check_share("f8", 0 if f8 is None else f8)
@@ -197,12 +198,12 @@ class ExplainReport(Report):
 
 
 def _summary(report: ExplainReport) -> str:
-    """The totals, one a line."""
+    """Return the totals, one per line."""
     return aligned([list(pair) for pair in _figures(report)], [False, False])
 
 
 def _figures(report: ExplainReport) -> list[tuple[str, str]]:
-    """The totals with what they are called."""
+    """Return the totals with their names."""
     totals = report.totals
     total = sum(totals.contraction_flops.values())
     shares = [
@@ -228,7 +229,7 @@ def _figures(report: ExplainReport) -> list[tuple[str, str]]:
 
 
 def _few_bits(report: ExplainReport) -> list[tuple[str, str]]:
-    """How many contractions are in few bits, and why not the others."""
+    """Return how many contractions are in 8 or 4 bits, and why the others are not."""
     f8 = report.totals.f8
     if f8 is None:
         return []
@@ -242,7 +243,7 @@ def _few_bits(report: ExplainReport) -> list[tuple[str, str]]:
 
 
 def _stored(found: Mapping[str, int]) -> str:
-    """Bytes by dtype, and together."""
+    """Return bytes by dtype, and their sum."""
     if not found:
         return "nothing"
     parts = [f"{name} {size(count)}" for name, count in found.items()]
@@ -252,7 +253,7 @@ def _stored(found: Mapping[str, int]) -> str:
 def _misses(
     report: ExplainReport, *, low: float | int, max_findings: int, f8: float | int | None = None
 ) -> str:
-    """What is not as it is required; empty if all is."""
+    """Return what misses the requirements; empty if nothing does."""
     lines: list[str] = []
     if report.totals.low < low:
         lines.append(
@@ -280,7 +281,7 @@ def _misses(
 
 
 def _f8_misses(report: ExplainReport, share: float | int) -> list[str]:
-    """What is not in few bits, though the recipe is for it."""
+    """Return the contractions that are not in 8 or 4 bits, though the recipe is for them."""
     found, recipe = report.totals.f8, report.recipe
     if found is None or recipe is None:
         return [
@@ -308,7 +309,7 @@ def _f8_misses(report: ExplainReport, share: float | int) -> list[str]:
 
 
 def _html(report: ExplainReport) -> str:
-    """The same as the text, with colors of its own for nothing but findings."""
+    """Return the same as the text, with colors of its own only for findings."""
     totals = [[(name, False), (text, False)] for name, text in _figures(report)[1:]]
     first = _figures(report)[0]
     parts = [html_table([(first[0], False), (first[1], False)], totals, [True] * len(totals))]
@@ -330,7 +331,7 @@ def _html(report: ExplainReport) -> str:
 
 
 def _marked(text: str) -> str:
-    """Text for a page, with code as code."""
+    """Return text as HTML, with code as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaping.escape(text))
 
 
@@ -343,7 +344,7 @@ def _finding(finding: ExplainFinding) -> str:
 
 
 def _table(entries: Sequence[ExplainEntry], *, full: bool) -> str:
-    """The operations, all of them or by line."""
+    """Return the table of operations, all of them or by line."""
     made = _rows(entries, full=full)
     shown = [
         [
@@ -354,7 +355,7 @@ def _table(entries: Sequence[ExplainEntry], *, full: bool) -> str:
     ]
     head = [heading for heading, _ in _HEADINGS]
     text, *lines = aligned([head, *shown], [number for _, number in _HEADINGS]).split("\n")
-    # One heading a source line, above its operations.
+    # Each source line is a heading above its operations.
     above = ""
     for (source, _), line in zip(made, lines, strict=True):
         text += f"\n{line}" if source == above else f"\n{source}\n{line}"
@@ -371,14 +372,14 @@ def _table(entries: Sequence[ExplainEntry], *, full: bool) -> str:
 
 
 def _left_out(entries: Sequence[ExplainEntry]) -> int:
-    """How many operations the short table does not have."""
+    """Return how many operations the short table leaves out."""
     return sum(not _computes(entry) for entry in entries)
 
 
 def _rows(entries: Sequence[ExplainEntry], *, full: bool) -> list[tuple[str, list[str]]]:
-    """The cells of the table, each row with the source line that it is of."""
-    # A line of a model is often a dozen operations, and a loop over layers repeats them: the short
-    # table has one row for those that differ in nothing that is shown.
+    """Return the cells of the table, each row with its source line."""
+    # A line of a model is often a dozen operations, and a loop over layers repeats them. The short
+    # table has one row for operations that differ in nothing that is shown.
     by_source: dict[Source, dict[object, list[ExplainEntry]]] = {}
     for number, entry in enumerate(entries):
         if full or _computes(entry):
@@ -413,7 +414,7 @@ def _row(group: Sequence[ExplainEntry], *, full: bool) -> list[str]:
 
 
 def _computes(entry: ExplainEntry) -> bool:
-    """Whether an operation is arithmetic on floating-point numbers."""
+    """Return whether an operation is arithmetic on floating-point numbers."""
     floats = {"f32", "f64", "bf16", "f16"}
     return (entry.flops > 0 or entry.rule == "as traced") and any(
         value.dtype in floats for value in entry.outs

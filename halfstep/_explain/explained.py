@@ -1,4 +1,4 @@
-"""`explain`: what runs in which precision, and why."""
+"""Define `explain`, which says what runs in which precision, and why."""
 
 import dataclasses
 import functools
@@ -59,17 +59,17 @@ def explain(
 ) -> Callable[..., ExplainReport]:
     """Say what `autocast` makes of a function: every operation, its dtypes, and why.
 
-    Nothing runs, unless `values=True` asks for it, so that arguments can be arrays or shapes
+    Nothing runs unless `values=True` asks for it, so arguments can be arrays or shapes
     (`jax.ShapeDtypeStruct`).
 
     Args:
-        func: Any function that can be traced: a loss, best of all.
-        policy: As for `autocast`. State of its recipe is not needed.
-        params: As for `autocast`. What is stored for the backward pass is that of the gradient by
-            these arguments.
+        func: Any function that can be traced, ideally a loss.
+        policy: As for `autocast`. The state of its recipe is not needed.
+        params: As for `autocast`. The report shows what the gradient with respect to these
+            arguments stores for the backward pass.
         islands: As for `autocast`.
-        values: Run the function once as it is written, and look how large the results of
-            contractions are. This is how a matrix product that leaves float16's range is found.
+        values: Run the function once as it is written, and measure how large the results of
+            contractions are. This finds matrix products that leave float16's range.
         min_bytes: Findings are about values of at least this size. A scalar or the vector of a norm
             in float32 costs nothing.
 
@@ -112,14 +112,14 @@ def explain(
         if values:
             steps = _looked_into(root, steps, call, notes)
         entries = tuple(step.entry for step in steps)
-        # Positions beyond these are of arguments that are passed by name, or left out.
+        # Positions beyond these belong to arguments that are passed by name, or left out.
         own = [number for number in numbers if number < len(args)]
         lowered = _lowered(call, traced)
         stored = _stored(lowered, call, own, finder, notes)
         # A second reason for the same error would only repeat the note.
         written = _stored(call, call, own, finder, []) if stored is not None else None
-        # Of the program that runs, and not of the plan: a value is cast once for all operations
-        # that read it in the same dtype, which only running the plan tells.
+        # Casts are counted in the program that runs, and not in the plan: a value is cast once for
+        # all operations that read it in the same dtype, which only running the plan shows.
         added = casts(lowered, call.arrays) - own_casts(steps)
         findings = [*low_reductions(steps, min_bytes)]
         if settings.compute.itemsize < 4:
@@ -130,7 +130,8 @@ def explain(
             findings += ranges(steps)
             if settings.compute == FLOAT16 and stored is not None:
                 findings += scale_sensitive(call, own, finder)
-            # What a rule of the user's has made wide, or another finding speaks of, is known.
+            # Lines that a rule of the user's has made wide, or that another finding is about, are
+            # known.
             known = {finding.source for finding in findings}
             known |= {entry.source for entry in entries if entry.by}
             findings += stored_float32(stored or (), known, min_bytes)
@@ -156,7 +157,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _lowered(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
-    """A call as `autocast` rewrites it, as a function of its arrays.
+    """Return a call as `autocast` rewrites it, as a function of its arrays.
 
     It runs the plan that the operations were read from. `autocast` itself would trace the function
     and decide about all of its operations again, for each derivative and each count of casts.
@@ -171,7 +172,7 @@ def _lowered(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
 
 
 def _blank(plan: Plan) -> Mapping[str, Slot]:
-    """State of a recipe in which nothing has been seen: `explain` needs its shapes only."""
+    """Return a recipe's state before any observations: `explain` needs only its shapes."""
     recipe: Recipe | None = plan.settings.recipe
     has_scales = recipe is not None and bool(recipe.history)
     is_random = recipe is not None and recipe.is_random
@@ -187,7 +188,7 @@ def _blank(plan: Plan) -> Mapping[str, Slot]:
 
 
 def _parameter_bytes(call: FlatCall, params: Sequence[int]) -> int:
-    """How large the floating-point arrays of some arguments are."""
+    """Return the bytes of the floating-point arrays of some arguments."""
     return sum(
         value.size * value.dtype.itemsize
         for value, owner in zip(call.arrays, call.owners, strict=True)
@@ -235,7 +236,7 @@ def _looked_into(
 
 
 def _stays_wide(step: Step) -> bool:
-    """Whether float16 would hold a result after the next contraction, were it known to fit."""
+    """Return whether a result stays float32 only because it is not known to fit float16."""
     plan = step.place.plan
     return any(
         plan.levels[user] > plan.levels[step.index]
@@ -254,8 +255,8 @@ def _notes(steps: list[Step]) -> list[str]:
         notes.append("all branches of a cond are counted")
     if "shard_map" in labels:
         notes.append("inside shard_map the figures are those of one device")
-    # A figure that leaves something out says so: a share of FLOPs in low precision would look
-    # better than it is.
+    # A figure that leaves something out says so. Otherwise a share of FLOPs in low precision would
+    # look better than it is.
     unseen = [step.entry for step in steps if is_unseen(step.node.name, step.node.params)]
     if unseen:
         moved = sum((entry.bytes_in + entry.bytes_out) * entry.count for entry in unseen)

@@ -1,4 +1,4 @@
-"""What is wrong with a function, where, and what to type."""
+"""Find what is wrong with a function, where, and what to type."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from halfstep._program import Constant, Node, Source, equations, functions_in, i
 
 FLOAT16 = np.dtype(np.float16)
 _FACTOR = 256
-"""Products of numbers around one have sums of tens or hundreds: times this, they reach 65,504."""
+"""Products of numbers around one sum to tens or hundreds: times this factor, to 65,504."""
 _SLOW = "It runs at the speed of float32, and keeps what it needs for the gradient in float32."
 _SUMS = frozenset(
     {
@@ -39,7 +39,7 @@ class ExplainFinding:
         what: What happens there.
         why: Why it matters.
         fix: What to type.
-        bytes: How large the values are, all occurrences together.
+        bytes: The bytes of the values, all occurrences together.
         count: How many operations of the line it is about.
 
     Example:
@@ -78,13 +78,14 @@ class ExplainFinding:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON."""
+        """Return everything as plain values for JSON."""
         return dataclasses.asdict(self)
 
 
 def merged(findings: Iterable[ExplainFinding]) -> tuple[ExplainFinding, ...]:
-    """One finding for what is the same on the same line, with bytes and operations added up."""
-    # Not by `what`, which names the operation: three sums on one line are one thing to change.
+    """Merge equal findings on the same line, and add up their bytes and operations."""
+    # `what` is not compared, because it names the operation: three sums on one line are one thing
+    # to change.
     found: dict[tuple[object, ...], ExplainFinding] = {}
     for finding in findings:
         key = (finding.kind, finding.source, finding.why, finding.fix)
@@ -101,7 +102,7 @@ def merged(findings: Iterable[ExplainFinding]) -> tuple[ExplainFinding, ...]:
 
 
 def low_reductions(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
-    """Sums of 16-bit numbers, which the user has written in 16 bits."""
+    """Report sums of 16-bit numbers that the user has written in 16 bits."""
     for step in steps:
         if step.entry.name not in _SUMS or not step.node.ins:
             continue
@@ -123,7 +124,7 @@ def low_reductions(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding
 def model_copies(
     steps: list[Step], parameter_bytes: int, min_bytes: int
 ) -> Iterator[ExplainFinding]:
-    """Casts of most of the parameters to 16 bits, before they are used."""
+    """Report casts of most of the parameters to 16 bits, before they are used."""
     found = []
     for step in steps:
         if step.entry.name != "convert_element_type":
@@ -134,8 +135,8 @@ def model_copies(
             continue
         if _is_half(step.place.plan.graph.avals[step.node.outs[0]].dtype):
             found.append(step)
-    # One layer that is cast by hand is a choice. Most of the model is a habit of other libraries,
-    # which costs the memory that autocast saves.
+    # Casting one layer by hand is a choice. Casting most of the model is a habit from other
+    # libraries, which costs the memory that autocast saves.
     copied = sum(step.entry.bytes_in * step.entry.count for step in found)
     if copied < min_bytes or 2 * copied < parameter_bytes:
         return
@@ -155,11 +156,11 @@ def model_copies(
 def stored_float32(
     found: Sequence[Residual], known: Collection[Source], min_bytes: int
 ) -> Iterator[ExplainFinding]:
-    """Large float32 values that are kept for the backward pass, but for lines that are known."""
+    """Report large float32 residuals, except those of lines that are already known."""
     for residual in found:
         if residual.type.dtype != "f32" or residual.type.bytes < min_bytes:
             continue
-        # Casts of arguments and spread-out constants can be made again: compilers need not store
+        # Casts of arguments and broadcast constants can be recomputed: compilers need not store
         # them.
         if residual.of_argument or residual.is_constant or residual.source in known:
             continue
@@ -179,11 +180,11 @@ def _is_half(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
 
 
-# Findings about contractions, and what nothing is known of.
+# Findings about contractions, and about operations that are not known.
 
 
 def unlowered(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
-    """Contractions that run in float32 or wider, and not because a rule says so."""
+    """Report contractions that run in float32 or wider, and not because a rule says so."""
     for step in steps:
         entry = step.entry
         if entry.bytes_in + entry.bytes_out < min_bytes or entry.by:
@@ -234,14 +235,15 @@ def unknown(steps: list[Step], min_bytes: int) -> Iterator[ExplainFinding]:
 
 
 def ranges(steps: list[Step]) -> Iterator[ExplainFinding]:
-    """Contractions in float16 whose result may be infinite."""
+    """Report contractions in float16 whose result may be infinite."""
     largest = float(jnp.finfo(FLOAT16).max)
     for step in steps:
         if step.place.plan.settings.compute != FLOAT16:
             continue
         entry = step.entry
         found = entry.largest
-        # Half of the range, since other data may be larger; and so written that NaN counts.
+        # The limit is half of the range, since other data may be larger. NaN counts, too: it is not
+        # less than the limit.
         if found is not None and entry.outs[0].dtype == "f16" and not found <= largest / 2:
             what = f"`{entry.name}` makes numbers up to {found:.3g}; float16 ends at {largest:.0f}"
             yield _beyond(step, what)
@@ -268,7 +270,7 @@ def _beyond(step: Step, what: str, name: str | None = None) -> ExplainFinding:
 
 
 def _factor(step: Step) -> float | None:
-    """The number that a 16-bit value is multiplied by, if it is a large one."""
+    """Return the number that a 16-bit value is multiplied by, if it is a large one."""
     if step.entry.name not in ("mul", "div") or step.entry.outs[0].dtype != "f16":
         return None
     for position, operand in enumerate(step.node.ins):
@@ -282,7 +284,7 @@ def _factor(step: Step) -> float | None:
 
 
 def _made_low(step: Step) -> Node | None:
-    """The contraction whose result an operation takes, through all that only moves it."""
+    """Return the contraction whose result an operation takes, through all that only moves it."""
     plan = step.place.plan
     waiting = list(step.node.ins)
     while waiting:
@@ -292,7 +294,8 @@ def _made_low(step: Step) -> Node | None:
         node = plan.graph.nodes[made_by]
         if node.name in CONTRACTIONS:
             return node if Kind.LOW in plan.decisions[made_by].outs else None
-        # Only through what moves values: after any arithmetic, it is not the product that grows.
+        # Follow only operations that move values: after arithmetic, it is not the product that
+        # grows.
         if plan.decisions[made_by].rule is Rule.FOLLOW and plan.decisions[made_by].inner is None:
             waiting += node.ins
     return None
@@ -307,7 +310,7 @@ def _finding(step: Step, what: str, fix: str) -> ExplainFinding:
 
 
 def _rule(step: Step, outcome: str, name: str | None = None) -> str:
-    """A rule for an operation, in its scope if it has one."""
+    """Return a rule for an operation, in its scope if it has one."""
     place = f"@{step.entry.scope}" if step.entry.scope else ""
     return f"op:{name or step.entry.name}{place}={outcome}"
 

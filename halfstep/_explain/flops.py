@@ -1,7 +1,7 @@
-"""What an operation computes, from the shapes of its operands.
+"""Count the FLOPs of an operation from the shapes of its operands.
 
-A multiply-add counts two FLOPs, also of complex numbers. A convolution counts all positions of its
-window, those on padding included. What is no contraction counts one FLOP an element.
+A multiply-add counts as two FLOPs, also for complex numbers. A convolution counts all positions of
+its window, including those on padding. Other arithmetic counts as one FLOP per element.
 """
 
 import collections
@@ -19,9 +19,9 @@ from halfstep._explain.entries import name_of
 from halfstep._program import equations, functions_in, structure_of
 
 _Params: TypeAlias = Mapping[str, Any]
-"""What a primitive is bound with."""
+"""The parameters of a primitive."""
 
-# Calls whose products are nowhere in the traced program.
+# Calls whose products do not appear in the traced program.
 _UNSEEN = frozenset(
     {
         *("ffi_call", "tpu_custom_call", "mosaic_gpu_p", "cudnn_fusion", "rnn_fwd", "rnn_bwd"),
@@ -30,7 +30,7 @@ _UNSEEN = frozenset(
         *("dot_product_attention_fp8_fwd_wrapper", "bcoo_spdot_general"),
     }
 )
-# Products of tensor cores that a kernel asks for by name: their shapes are in what they return.
+# Products of tensor cores that a kernel asks for by name: what they return shows their shapes.
 _BY_NAME = frozenset(
     {
         *("wgmma", "tcgen05_mma", "mma", "matmul_acc_lhs", "matmul_push_rhs", "matmul_pop"),
@@ -38,17 +38,17 @@ _BY_NAME = frozenset(
     }
 )
 
-# Arithmetic by their rule, and yet nothing but choices and movement.
+# Operations with a rule of arithmetic that only select or move values.
 _MOVEMENT = frozenset({"select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"})
 
 
 def operation_flops(name: str, params: _Params, ins: Sequence[Any], outs: Sequence[Any]) -> int:
-    """How many FLOPs one run of an operation takes; 0 for what only moves values.
+    """Return the FLOPs of one run of an operation; 0 if it only moves values.
 
     Args:
         name: The primitive's name.
-        params: What it is bound with.
-        ins: Its operands' types: what has a `shape`.
+        params: The parameters of the primitive.
+        ins: Its operands' types: anything with a `shape`.
         outs: Its results' types.
     """
     if name in CONTRACTIONS:
@@ -60,7 +60,7 @@ def operation_flops(name: str, params: _Params, ins: Sequence[Any], outs: Sequen
 
 
 def flops_in(functions: Iterable[ClosedJaxpr]) -> dict[str, int]:
-    """FLOPs of all contractions in traced functions, by the dtypes of their factors."""
+    """Return the FLOPs of all contractions in traced functions, by the dtypes of their factors."""
     total: collections.Counter[str] = collections.Counter()
     for function in functions:
         for equation in function.jaxpr.eqns:
@@ -78,10 +78,11 @@ def flops_in(functions: Iterable[ClosedJaxpr]) -> dict[str, int]:
 def inside_flops(
     name: str, params: _Params, ins: Sequence[Any], outs: Sequence[Any]
 ) -> Mapping[str, int]:
-    """FLOPs of the products in what is no contraction itself, by the dtypes of their factors.
+    """Return the FLOPs of the products inside an operation, by the dtypes of their factors.
 
-    These are products of sparse matrices, and those in the functions that an operation runs as
-    they are written. A kernel's functions run on blocks, as often as its grid says.
+    The operation itself is not a contraction. The products are those of sparse matrices, and those
+    in the functions that an operation runs as they are written. A kernel's functions run on blocks,
+    as often as its grid says.
     """
     if name in _SPARSE:
         dtype = next(aval.dtype for aval in ins if not jnp.issubdtype(aval.dtype, np.integer))
@@ -97,7 +98,7 @@ def inside_flops(
 
 
 def is_unseen(name: str, params: _Params) -> bool:
-    """Whether an operation multiplies matrices in a way that the traced program does not show."""
+    """Return whether an operation multiplies matrices that the traced program does not show."""
     return name in _UNSEEN or any(
         equation.primitive.name in (*_UNSEEN, *_BY_NAME)
         for function in functions_in(name, params)
@@ -106,7 +107,7 @@ def is_unseen(name: str, params: _Params) -> bool:
 
 
 def elements(aval: object) -> int:
-    """How many elements a value has."""
+    """Return how many elements a value has."""
     return math.prod(getattr(aval, "shape", ()))
 
 
@@ -116,7 +117,7 @@ def _dot(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
 
 
 def _ragged_dot(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
-    """With full groups, which is the most it can be: each row meets one group's matrix."""
+    """Count with full groups, which gives the maximum: each row meets one group's matrix."""
     numbers = params.get("ragged_dot_dimension_numbers")
     if numbers is None:
         return 2 * elements(outs[0]) * ins[0].shape[-1]
@@ -133,7 +134,7 @@ def _convolution(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped])
 
 
 def _sparse_by_dense(params: _Params, ins: Sequence[Shaped], outs: Sequence[Shaped]) -> int:
-    """Each stored element meets the dense factor's elements at its own place."""
+    """Count, for each stored element, the dense factor's elements at its own place."""
     (_, contracted), (_, batch) = params["dimension_numbers"]
     dense = ins[-1]
     own = set(range(len(dense.shape))) - {*contracted, *batch}

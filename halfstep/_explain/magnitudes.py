@@ -1,4 +1,4 @@
-"""How large the results of contractions are, from one run of the function as it is written."""
+"""Measure the results of contractions in one run of the function as it is written."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Key = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Magnitudes:
-    """The largest magnitude of each contraction, and what has not been looked into."""
+    """The largest magnitude of each contraction, and the operations that were not examined."""
 
     largest: dict[Key, float]
     """By the place's key and the number of the operation."""
@@ -35,7 +35,7 @@ class Magnitudes:
 
 
 def magnitudes(place: PlanPlace, arrays: Sequence[Any]) -> Magnitudes:
-    """Run a function once in the precision it is written in, and look at its contractions."""
+    """Run a function once in the precision it is written in, and measure its contractions."""
     run = _Run()
     found = jax.jit(lambda *values: run.of(place, values)[1])(*arrays)
     return Magnitudes(
@@ -44,16 +44,17 @@ def magnitudes(place: PlanPlace, arrays: Sequence[Any]) -> Magnitudes:
 
 
 class _Run:
-    """Runs plans as they are written, and collects magnitudes as results beside the function's own.
+    """Runs plans as they are written, and returns magnitudes next to the function's results.
 
-    Collected on the way they could not leave a loop or a branch, whose inside is traced by itself.
+    Magnitudes that are collected on the way could not leave a loop or a branch, whose inside is
+    traced by itself.
     """
 
     def __init__(self) -> None:
         self.skipped: list[str] = []
 
     def of(self, place: PlanPlace, values: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
-        """What a plan's function returns, and the magnitudes in it."""
+        """Return the results of a plan's function, and the magnitudes in it."""
         graph = place.plan.graph
         env: dict[int, Any] = dict(zip(graph.inputs, values, strict=True))
         env.update(graph.constants)
@@ -107,7 +108,8 @@ class _Run:
         self, inner: Sequence[PlanPlace], operands: Sequence[Any]
     ) -> tuple[list[Any], dict[Key, Any]]:
         which, *given = operands
-        # All branches of a `switch` return the same: a branch has zeros for what is in the others.
+        # All branches of a `switch` return the same structure: a branch returns zeros for the
+        # contractions of the others.
         keys = {
             key
             for branch in inner

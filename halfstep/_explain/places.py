@@ -1,4 +1,4 @@
-"""A plan and where it is: what is around it, and how often it runs."""
+"""Locate a plan: what is around it, and how often it runs."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 from halfstep._autocast import Kind, Plan, Settings, inner_plans, plan as make_plan
 from halfstep._program import Inner, Node, Operand, graph_of
 
-# Everything as it is written.
+# Everything runs as it is written.
 _NO_AUTOCAST = Settings(np.dtype(np.float32), islands=False)
 
 
@@ -22,40 +22,40 @@ class PlanPlace:
     """How often it runs, as far as that is known."""
     outer: "PlanPlace | None" = None
     given: tuple[Operand | None, ...] = ()
-    """What of the plan around it each input is; `None` for what a loop carries."""
+    """The operand of the plan around it that each input is; `None` for what a loop carries."""
     key: tuple[int, ...] = ()
-    """Which operation of the plan around it it is in, and which function of it; and so on."""
+    """For each plan around it: the number of the operation, and of the function in it."""
     paths: tuple[str, ...] = ()
-    """Of the outermost plan: where in the call each input is."""
+    """The path of each input in the call, for the outermost plan."""
     by: str = ""
-    """The rule of the user's by which all of it runs as it is written."""
+    """The user's rule by which all of it runs as it is written."""
     _inside: dict[int, "tuple[PlanPlace, ...]"] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
-    """What `inside` has made: a function that is left as written is planned there, once."""
+    """The results of `inside`: a function that is left as written is planned there, once."""
 
     def kind(self, index: int, operand: Operand) -> Kind:
-        """The kind of an operand of an operation."""
+        """Return the kind of an operand of an operation."""
         return self.plan.seen(operand, self.plan.levels[index])
 
     def producer(self, operand: Operand) -> int | None:
-        """The operation of this plan that makes a value, if one does."""
+        """Return the operation of this plan that makes a value, if one does."""
         return self.plan.maker(operand)
 
     def input_position(self, operand: Operand) -> int | None:
-        """Which input of the plan a value is, if it is one."""
+        """Return which input of the plan a value is, if it is one."""
         inputs = self.plan.graph.inputs
         return inputs.index(operand) if operand in inputs else None
 
     def holds_functions(self, index: int) -> bool:
-        """Whether an operation is a loop, a branch or a call, and stands as its inside."""
+        """Return whether an operation is a loop, a branch or a call, which has plans inside."""
         if self.plan.decisions[index].inner is not None:
             return True
         structure = self.plan.graph.nodes[index].structure
         return structure is not None and not structure.is_opaque
 
     def inside(self, index: int) -> tuple["PlanPlace", ...]:
-        """The plans inside an operation."""
+        """Return the plans inside an operation."""
         if index not in self._inside:
             node = self.plan.graph.nodes[index]
             calls = () if node.structure is None else node.structure.inner()
@@ -88,7 +88,7 @@ class PlanPlace:
 
 
 def _given(node: Node, call: Inner) -> tuple[Operand | None, ...]:
-    """The operand that each input of a function is; `None` for what a loop carries."""
+    """Return the operand that each input of a function is; `None` for what a loop carries."""
     operands = call.operands or ()
     return tuple(
         None if position in call.carried else node.ins[operand]

@@ -1,4 +1,4 @@
-"""Findings: float32 that nobody has asked for, where it comes from, and how far it goes."""
+"""Find float32 that nobody has asked for, where it comes from, and how far it goes."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from halfstep._explain.reasons import described
 from halfstep._explain.walk import Step
 from halfstep._program import Constant, Finder, Operand, is_traced
 
-# What goes on in the dtype of its operands.
+# The rules of operations that run in the dtype of their operands.
 _FOLLOWERS = (Rule.WIDEST, Rule.FOLLOW)
 
 
@@ -29,7 +29,7 @@ class WideOrigin:
 
 
 def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[ExplainFinding]:
-    """Where a 16-bit value meets a float32 one that has no need to be, and becomes float32."""
+    """Report where a 16-bit value becomes float32 because it meets a needless float32 value."""
     covered: set[tuple[tuple[int, ...], int]] = set()
     for step in steps:
         if (step.place.key, step.index) in covered or step.entry.bytes_out < min_bytes:
@@ -39,9 +39,10 @@ def promotions(steps: list[Step], finder: Finder, min_bytes: int) -> Iterator[Ex
             continue
         members, reaches = _region(step.place, step.index)
         if not reaches:
-            # It would be float32 a moment later: a mask before a softmax, a target in a loss.
+            # The value would soon be float32 anyway: a mask before a softmax, a target in a loss.
             continue
-        # All that is float32 because of this one is not reported again: its cause is the same.
+        # Operations that are float32 because of this one are not reported again: they have the same
+        # cause.
         covered |= {(step.place.key, member) for member in members}
         compute = step.place.plan.settings.compute
         for cause in causes:
@@ -73,13 +74,13 @@ def _causes(step: Step, min_bytes: int) -> list[WideOrigin]:
         if kind in (Kind.WIDE, Kind.KEPT)
         for origin in _origins(place, operand)
     ]
-    # If one operand is float32 for a reason, such as the result of a softmax, then to change the
+    # If one operand is float32 for a reason, such as the result of a softmax, then changing the
     # others changes nothing.
     return [] if any(origin.kind == "operation" for origin in found) else found
 
 
 def _texts(origin: WideOrigin, compute: np.dtype, finder: Finder) -> tuple[str, str]:
-    """What the cause is, and what to do about it."""
+    """Return what the cause is, and what to do about it."""
     name = name_of(compute)
     what = described(origin.place, origin.operand, finder)
     if origin.kind == "argument":
@@ -91,8 +92,8 @@ def _texts(origin: WideOrigin, compute: np.dtype, finder: Finder) -> tuple[str, 
         return f"the float32 of {what}", (
             f"convert to `jnp.{compute.name}` there, or leave the conversion out."
         )
-    # What is left are constants. One that the compute dtype can hold takes the dtype of what it
-    # meets, so this one is too large for it, or too small.
+    # Only constants are left. A constant that the compute dtype can hold takes the dtype of what it
+    # meets, so this constant is too large or too small for the compute dtype.
     limits = jnp.finfo(compute)
     value = _constant_value(origin.place, origin.operand)
     if value is None or is_traced(value):
@@ -108,7 +109,7 @@ def _texts(origin: WideOrigin, compute: np.dtype, finder: Finder) -> tuple[str, 
 
 
 def _origins(place: PlanPlace, operand: Operand) -> Iterator[WideOrigin]:
-    """The origins of a value that is float32, through all that only hands it on."""
+    """Yield the origins of a float32 value, through all operations that only hand it on."""
     seen: set[tuple[tuple[int, ...], int]] = set()
     waiting: list[tuple[PlanPlace, Operand]] = [(place, operand)]
     while waiting:
@@ -138,7 +139,7 @@ def _origins(place: PlanPlace, operand: Operand) -> Iterator[WideOrigin]:
 
 
 def _outside(place: PlanPlace, value: int) -> WideOrigin | tuple[PlanPlace, Operand]:
-    """What an input of a plan is, outside of it."""
+    """Return what an input of a plan is outside the plan."""
     position = place.input_position(value)
     if position is None:
         return WideOrigin("constant", place, value)
@@ -151,11 +152,11 @@ def _outside(place: PlanPlace, value: int) -> WideOrigin | tuple[PlanPlace, Oper
 
 
 def _region(place: PlanPlace, index: int) -> tuple[frozenset[int], bool]:
-    """What runs in float32 because an operation does.
+    """Find what runs in float32 because an operation does.
 
     Returns:
         The operations, and whether their float32 reaches anything that would not be in float32 by
-        itself: a contraction, a loop, what a loop hands on.
+        itself: a contraction, a loop, or what a loop hands on.
     """
     plan = place.plan
     members = {index}
@@ -165,7 +166,7 @@ def _region(place: PlanPlace, index: int) -> tuple[frozenset[int], bool]:
         for number in plan.graph.nodes[waiting.pop()].outs:
             if plan.kinds[number] is Kind.OTHER:
                 continue
-            # What comes after a loop or a call is not looked into: it may be anything.
+            # The operations after a loop or a call are not examined: they may be anything.
             reaches |= place.outer is not None and number in plan.graph.outputs
             for user in plan.graph.users[number] - members:
                 decision = plan.decisions[user]
@@ -178,7 +179,7 @@ def _region(place: PlanPlace, index: int) -> tuple[frozenset[int], bool]:
 
 
 def _constant_value(place: PlanPlace, operand: Operand) -> np.ndarray | None:
-    """The numbers of a constant; `None` if they are not known."""
+    """Return the numbers of a constant; `None` if they are not known."""
     if isinstance(operand, Constant):
         return np.asarray(operand.value)
     found = dict(place.plan.graph.constants).get(operand)

@@ -1,4 +1,4 @@
-"""Why an operation runs in the dtype that it runs in."""
+"""Explain why an operation runs in the dtype that it runs in."""
 
 from types import MappingProxyType
 
@@ -19,13 +19,13 @@ from halfstep._explain.places import PlanPlace
 from halfstep._policy import KEEP_SCOPE, Factor, Leg
 from halfstep._program import Constant, Finder, Node, Operand
 
-# Operations that are in float32 only when their operands are such.
+# Operations that are in float32 only for certain operands.
 _SPECIAL = MappingProxyType(
     {"mul": "a square", "sub": "one value, such as a maximum, off many"},
 )
 _WHY = MappingProxyType({name: why for _, why, names in GROUPS for name in names})
 KEPT = "an operand is kept in float32 by the user"
-# What makes another view of a value.
+# Operations that make another view of a value.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather"}
     | {"mesh_cast", "name", "reshape", "reshard", "rev", "sharding_constraint", "slice", "squeeze"}
@@ -34,10 +34,10 @@ _VIEWS = frozenset(
 
 
 def reason(place: PlanPlace, index: int, finder: Finder) -> str:
-    """Why an operation runs as it does, in a few words."""
+    """Return why an operation runs as it does, in a few words."""
     node, decision = place.plan.graph.nodes[index], place.plan.decisions[index]
-    # What the user has said comes first, then what is special about the operation, and only then
-    # what the table says about its primitive.
+    # The user's choice comes first, then what is special about the operation, and only then what
+    # the table says about its primitive.
     by = decision.by or place.by
     if by:
         return "keep_precision" if KEEP_SCOPE in by else f"rule {by}"
@@ -57,7 +57,7 @@ def reason(place: PlanPlace, index: int, finder: Finder) -> str:
 
 
 def not_lowered(place: PlanPlace, index: int) -> str:
-    """Why a contraction does not run in the compute dtype."""
+    """Return why a contraction does not run in the compute dtype."""
     node = place.plan.graph.nodes[index]
     precision = node.params.get("precision")
     dtypes = {place.plan.graph.aval(operand).dtype for operand in node.ins[:2]}
@@ -92,7 +92,7 @@ def _followed(place: PlanPlace, index: int, decision: Decision, finder: Finder) 
 
 
 def described(place: PlanPlace, operand: Operand, finder: Finder) -> str:
-    """A value in a few words: what makes it, or which argument it is."""
+    """Describe a value in a few words: what makes it, or which argument it is."""
     if isinstance(operand, Constant):
         return f"the constant {float(operand.value):g}"
     made_by = place.producer(operand)
@@ -109,7 +109,7 @@ def described(place: PlanPlace, operand: Operand, finder: Finder) -> str:
 
 
 def parameter(place: PlanPlace, index: int) -> str:
-    """The parameter that a contraction multiplies; empty if there is none that is known."""
+    """Return the parameter that a contraction multiplies; empty if none is known."""
     for operand in place.plan.graph.nodes[index].ins[:2]:
         if place.kind(index, operand).is_weight:
             found = _argument(place, operand)
@@ -119,7 +119,7 @@ def parameter(place: PlanPlace, index: int) -> str:
 
 
 def _argument(place: PlanPlace, operand: Operand | None) -> str:
-    """The argument that a value is a view of."""
+    """Return the argument that a value is a view of; empty if none is known."""
     if operand is None or isinstance(operand, Constant):
         return ""
     made_by = place.producer(operand)
@@ -138,17 +138,18 @@ def _argument(place: PlanPlace, operand: Operand | None) -> str:
 
 
 def multiplies(site: RecipeProduct) -> bool:
-    """Whether the elements themselves are multiplied, and not what they stand for in 16 bits."""
+    """Return whether the elements themselves are multiplied, and not their values in 16 bits."""
     factors = site.recipe.forward
-    # Scales of rows come out of a matrix product as factors of its result. Those of blocks change
-    # within a sum, and the windows of a convolution share no rows: operands are scaled back before.
+    # Scales of rows can be applied to the result of a matrix product. Scales of blocks change
+    # within a sum, and the windows of a convolution share no rows, so the operands are scaled back
+    # before the product.
     if site.contraction is jax.lax.dot_general_p:
         return not any(factor.is_blocked for factor in factors)
     return all(factor.per == "tensor" for factor in factors)
 
 
 def _written_as(site: RecipeProduct, compute: str) -> str:
-    """How a product is written on its legs: `f8: e4m3, gradients e5m2, per tensor`."""
+    """Describe how a product is encoded on its legs: `f8: e4m3, gradients e5m2, per tensor`."""
     recipe = site.recipe
     parts = [_elements(recipe.forward)]
     legs = (

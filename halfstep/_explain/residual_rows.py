@@ -1,4 +1,4 @@
-"""Every saved activation with what was decided about it."""
+"""List every saved activation with what was decided about it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ class ExplainResidual:
     """A value that is kept from the forward to the backward pass, or that a rule recomputes.
 
     Attributes:
-        operation: What makes it.
-        source: Where that is written.
+        operation: The operation that makes it.
+        source: Where the operation is written.
         scope: The named scopes that it is in.
-        type: As it is kept; the elements of all iterations of a loop.
+        type: Its type as it is kept, with the elements of all iterations of a loop.
         decision: `"keep"`, `"e4m3"`, `"e5m2"`, `"int4"`, `"offload"` or `"recompute"`; `"scales"`
-            for what belongs to elements of few bits.
-        by: The rule of the policy that has decided, if one has.
-        bytes: What is kept of it; zero if it is recomputed.
+            for the scales and offsets of elements in 8 or 4 bits.
+        by: The policy's rule that has decided, if one has.
+        bytes: The bytes that are kept; zero if it is recomputed.
 
     Example:
         ```python
@@ -53,7 +53,7 @@ class ExplainResidual:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "operation": self.operation,
             "source": str(self.source),
@@ -66,7 +66,7 @@ class ExplainResidual:
 
 
 def rows(stored: Sequence[Residual], steps: Sequence[Step]) -> tuple[ExplainResidual, ...]:
-    """What is kept, the largest first, and then what rules recompute.
+    """List what is kept, the largest first, and then what rules recompute.
 
     Args:
         stored: What is kept for the backward pass.
@@ -102,7 +102,7 @@ def _kept(found: Residual) -> ExplainResidual:
     elif found.type.dtype == elements:
         decision = label.code
     else:
-        # What is too small for a code is kept as it is, and has no scales.
+        # A value that is too small for a code is kept as it is, and has no scales.
         decision = "scales" if label.is_encoded else "keep"
     return ExplainResidual(
         label.operation, found.source, scope, found.type, decision, label.by, found.type.bytes

@@ -1,4 +1,4 @@
-"""What a function stores for its backward pass."""
+"""Find what a function stores for its backward pass."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,8 +12,9 @@ from halfstep._base import NAME as SETTLE, FlatCall
 from halfstep._explain.entries import Typed, typed
 from halfstep._program import Finder, Inner, Jit, Remat, Scan, ShardMap, Source, structure_of
 
-# What makes another view or another dtype of a value, and nothing new. Fewer than `reasons` looks
-# through for the name of a parameter: what a `gather` makes is memory of its own.
+# Operations that make another view or another dtype of a value, and nothing new. These are fewer
+# than `reasons` looks through for the name of a parameter: the result of a `gather` is memory of
+# its own.
 _VIEWS = frozenset(
     {
         *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice"),
@@ -24,7 +25,7 @@ _VIEWS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A value that is kept from the forward to the backward pass, and is no argument."""
+    """A value that is kept from the forward to the backward pass, and is not an argument."""
 
     type: Typed
     name: str
@@ -34,7 +35,7 @@ class Residual:
     of_argument: bool
     """Whether it is an argument in another dtype or shape, such as a weight that was cast."""
     is_constant: bool
-    """Whether it is a number that is written out, in a shape."""
+    """Whether it is a number that is written into the program, in a shape."""
     label: str = ""
     """The name that it has for `jax.checkpoint`."""
 
@@ -42,39 +43,39 @@ class Residual:
 def residuals(
     func: Callable[..., list[Any]], call: FlatCall, params: Sequence[int], finder: Finder
 ) -> list[Residual]:
-    """What differentiating a function by its parameters stores, but for the arguments themselves.
+    """Return what differentiating with respect to parameters stores, except the arguments.
 
-    Whatever is an argument, and is handed on as it is, costs nothing more.
+    An argument that is handed on as it is costs nothing more.
 
     Args:
-        func: Takes the call's arrays: the call itself, or the same as `autocast` rewrites it.
+        func: Takes the call's arrays: the call itself, or the call as `autocast` rewrites it.
         call: Names the argument that each array belongs to.
-        params: The positions of the arguments that it is differentiated by.
+        params: The positions of the arguments that it is differentiated with respect to.
         finder: Finds the user's lines.
     """
 
     def stored(*values: Any) -> Any:
         return vjp_by_parameters(func, call, params, values)
 
-    # `jax.vjp` returns its backward pass as a pytree whose leaves are what it has stored, so that a
-    # traced function which returns it returns the residuals.
+    # `jax.vjp` returns its backward pass as a pytree whose leaves are the residuals, so a traced
+    # function that returns the backward pass returns the residuals.
     jaxpr = jax.make_jaxpr(stored)(*call.arrays).jaxpr
     # The same value may be needed by several operations, and is stored once.
     found = dict.fromkeys(var for var in jaxpr.outvars if not isinstance(var, core.Literal))
     function = _Function(jaxpr)
-    # What no operation makes is an argument.
+    # A value that no operation makes is an argument.
     return [_residual(var, function, finder) for var in found if var in function.made]
 
 
 def vjp_by_parameters(
     func: Callable[..., list[Any]], call: FlatCall, params: Sequence[int], values: Sequence[Any]
 ) -> Callable[..., Any]:
-    """The backward pass of a function of a call's arrays, by those of some of its arguments.
+    """Return the backward pass of a function with respect to some of a call's arguments.
 
     Args:
         func: Takes the call's arrays.
         call: Names the argument that each array belongs to.
-        params: The positions of the arguments that it is differentiated by.
+        params: The positions of the arguments that it is differentiated with respect to.
         values: The arrays.
     """
     moving = [
@@ -106,14 +107,14 @@ def _residual(var: core.Var, function: "_Function", finder: Finder) -> Residual:
 
 
 class _Function:
-    """A traced function, of whose values one can ask where they come from."""
+    """A traced function that can tell where its values come from."""
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.jaxpr = jaxpr
         self.made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
     def origin(self, var: core.Var) -> core.JaxprEqn:
-        """The operation that makes a value, inside the calls and loops that hand it out."""
+        """Return the operation that makes a value, inside the calls and loops that return it."""
         found = self._inside(var)
         if found is None:
             return self._moved(self.made[var])
@@ -123,9 +124,9 @@ class _Function:
         return inner.origin(wanted)
 
     def _moved(self, equation: core.JaxprEqn) -> core.JaxprEqn:
-        """What made a value that the operation only moves to the host.
+        """Return what made a value that the operation only moves to the host, or only rounds.
 
-        Or only rounds to its own dtype, as `jax.checkpoint` does with what it saves by name.
+        `jax.checkpoint` rounds a value that it saves by name to the value's own dtype.
         """
         (var, *_) = equation.invars
         maker = self.made.get(var) if isinstance(var, core.Var) else None
@@ -135,9 +136,9 @@ class _Function:
         return maker if is_named or equation.primitive.name == "device_put" else equation
 
     def viewed(self, var: core.Var | core.Literal) -> "int | core.Literal | None":
-        """The number of the argument that a value is, in whatever dtype and shape it is now.
+        """Return the number of the argument that a value is, in whatever dtype and shape.
 
-        Or the constant that it is; `None` if it is neither.
+        Or return the constant that the value is; `None` if it is neither.
         """
         while not isinstance(var, core.Literal) and var in self.made:
             equation = self.made[var]
@@ -160,7 +161,7 @@ class _Function:
         return self.jaxpr.invars.index(var) if var in self.jaxpr.invars else None
 
     def _inside(self, var: core.Var) -> "tuple[_Function, core.Var | core.Literal] | None":
-        """The function that hands a value out, and what it is in there."""
+        """Return the inner function that returns a value, and what the value is in there."""
         equation = self.made[var]
         call = _called(equation)
         if call is None:
@@ -172,6 +173,6 @@ class _Function:
 
 
 def _called(equation: core.JaxprEqn) -> Inner | None:
-    """The function of a call or loop that returns what the operation does, in the same order."""
+    """Return the function of a call or loop with the same results, in the same order."""
     found = structure_of(equation.primitive.name, equation.params)
     return found.inner()[0] if isinstance(found, Jit | Remat | Scan | ShardMap) else None

@@ -1,4 +1,4 @@
-"""What the operations of a function add up to: FLOPs, casts, stored bytes, 8 and 4 bits."""
+"""Add up the operations of a function: FLOPs, casts, stored bytes, products in 8 and 4 bits."""
 
 import collections
 import dataclasses
@@ -21,14 +21,14 @@ _FLOATS = frozenset({"bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1"})
 
 @dataclasses.dataclass(frozen=True)
 class ExplainOthers:
-    """Contractions that are not in few bits for the same reason.
+    """Contractions that are not in 8 or 4 bits, all for the same reason.
 
     Attributes:
         reason: Why.
         fix: What to type; empty if it is as the user wants it.
         eligible: Whether the recipe is for such contractions.
         count: How many of them run in one call.
-        flops: What they compute.
+        flops: Their FLOPs.
         sources: Their lines: `train.py:12`.
 
     Example:
@@ -53,18 +53,20 @@ class ExplainOthers:
 
 @dataclasses.dataclass(frozen=True)
 class ExplainF8:
-    """How many contractions of a forward pass are in few bits, and why the others are not.
+    """How many contractions of a forward pass are in 8 or 4 bits, and why the others are not.
 
     Attributes:
         format: `"fp8"`, or `"fp4"` for a recipe of 4 bits.
         recipe: The recipe's name.
-        count: How many contractions are multiplied in it.
-        total: How many there are.
+        count: How many contractions are multiplied in this format.
+        total: How many contractions there are.
         flops: Their share of the FLOPs of all contractions; 1 if there are none.
-        eligible: Their share of the FLOPs of those that the recipe is for: all but products of two
-            activations, unless the recipe's `activations` allows them; products of two parameters;
-            and what a rule of the policy, `keep` or `keep_precision` has decided.
-        others: Those that are not in it, by reason: first those that the recipe is for.
+        eligible: Their share of the FLOPs of the contractions that the recipe is for. These are all
+            but products of two activations, unless the recipe's `activations` allows them; products
+            of two parameters; and what a rule of the policy, `keep` or `keep_precision` has
+            decided.
+        others: The contractions that are not in this format, by reason: first those that the recipe
+            is for.
 
     Example:
         ```python
@@ -93,16 +95,16 @@ class ExplainTotals:
 
     Attributes:
         contraction_flops: FLOPs of contractions by the dtype of their operands.
-        low: Share of them at the compute dtype or in fewer bits; 1 if there are no contractions.
-        other_flops: FLOPs of all that is no contraction.
-        again_flops: Of these, what is computed again in the backward pass, in islands.
-        islands: How many there are.
+        low: Share of them in the compute dtype or in fewer bits; 1 if there are no contractions.
+        other_flops: FLOPs of all operations that are not contractions.
+        again_flops: The part of `other_flops` that islands recompute in the backward pass.
+        islands: How many islands there are.
         casts: Conversions between dtypes that are added to the function's own.
         stored: Bytes kept for the backward pass by dtype, arguments and casts of them left out.
             `None` if the function cannot be differentiated.
         stored_casts: Bytes of casts and views of arguments that are kept, by dtype. Compilers may
-            make them again instead.
-        stored_float32: What the function as it is written would keep, by dtype, arguments and
+            recompute them instead.
+        stored_float32: Bytes that the function as it is written would keep, by dtype, arguments and
             views of them left out.
         f8: How many contractions are in 8 or 4 bits, and why the others are not; `None` if the
             policy has no recipe.
@@ -130,7 +132,7 @@ class ExplainTotals:
     f8: ExplainF8 | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON."""
+        """Return everything as plain values for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -141,14 +143,14 @@ def totals_of(
     stored: Sequence[Residual] | None,
     written: Sequence[Residual] | None,
 ) -> ExplainTotals:
-    """What the operations add up to.
+    """Add up the operations of a function.
 
     Args:
         entries: The operations.
-        settings: What is asked for.
+        settings: What the user has asked for.
         added: How many casts are added to the function's own.
-        stored: What is kept for the backward pass; `None` if it cannot be differentiated.
-        written: The same of the function as it is written.
+        stored: What is kept for the backward pass; `None` if the function cannot be differentiated.
+        written: The same for the function as it is written.
     """
     counted = _contraction_flops(entries)
     total = sum(counted.values())
@@ -181,7 +183,7 @@ def totals_of(
 
 
 def _contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
-    """FLOPs of contractions by the dtype of their operands, the largest first."""
+    """Return the FLOPs of contractions by the dtype of their operands, the largest first."""
     total: collections.Counter[str] = collections.Counter()
     for entry in entries:
         if entry.is_contraction:
@@ -192,12 +194,12 @@ def _contraction_flops(entries: Sequence[ExplainEntry]) -> dict[str, int]:
 
 
 def is_low(entry: ExplainEntry, compute: str) -> bool:
-    """Whether a contraction is at the compute dtype, or in fewer bits."""
+    """Return whether a contraction is in the compute dtype, or in fewer bits."""
     return entry.in_f8 or {value.dtype for value in entry.ins[:2]} == {compute}
 
 
 def _other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> int:
-    """FLOPs of all else, or of what is in islands."""
+    """Return the FLOPs of all other operations, or of those in islands."""
     return sum(
         entry.flops * entry.count
         for entry in entries
@@ -206,7 +208,7 @@ def _other_flops(entries: Sequence[ExplainEntry], *, islands: bool = False) -> i
 
 
 def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
-    """Bytes by dtype, the largest first."""
+    """Return bytes by dtype, the largest first."""
     total: collections.Counter[str] = collections.Counter()
     for residual in found:
         total[residual.type.dtype] += residual.type.bytes
@@ -217,9 +219,9 @@ def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
 
 
 def casts(func: Callable[..., list[Any]], arrays: Sequence[Any]) -> int:
-    """Conversions between floating-point dtypes in one forward pass; loops by their length.
+    """Count the conversions between floating-point dtypes in one forward pass.
 
-    A `while` loop counts as one iteration, and all branches of a `cond` count.
+    Loops count by their length, a `while` loop as one iteration. All branches of a `cond` count.
     """
     return _casts_in(jax.make_jaxpr(func)(*arrays).jaxpr)
 
@@ -231,20 +233,20 @@ def _casts_in(jaxpr: core.Jaxpr) -> int:
             total += _is_cast(equation.invars[0].aval, equation.outvars[0].aval)
             continue
         found = structure_of(equation.primitive.name, equation.params)
-        # Nothing is added to a kernel, which runs as it is written.
+        # No casts are added to a kernel, which runs as it is written.
         if found is not None and not isinstance(found, Opaque):
             total += sum(inner.times * _casts_in(inner.function.jaxpr) for inner in found.inner())
     return total
 
 
 def _is_cast(before: object, after: object) -> bool:
-    """Whether a conversion is one between floating-point dtypes."""
+    """Return whether a conversion is one between floating-point dtypes."""
     dtypes = {getattr(before, "dtype", None), getattr(after, "dtype", None)}
     return len(dtypes) == 2 and all(map(is_float, dtypes))
 
 
 def own_casts(steps: list[Step]) -> int:
-    """Conversions between floating-point dtypes that the user has written."""
+    """Count the conversions between floating-point dtypes that the user has written."""
     total = 0
     for step in steps:
         if step.entry.name == "convert_element_type":
@@ -258,7 +260,7 @@ def own_casts(steps: list[Step]) -> int:
 
 
 def _f8_of(entries: Sequence[ExplainEntry], recipe: Recipe) -> ExplainF8:
-    """How many contractions are in few bits."""
+    """Count the contractions in 8 or 4 bits, and group the others by reason."""
     contractions = [entry for entry in entries if entry.is_contraction]
     inside = [entry for entry in contractions if entry.in_f8]
     groups: dict[tuple[str, str, bool], list[ExplainEntry]] = {}
@@ -288,7 +290,7 @@ def _f8_of(entries: Sequence[ExplainEntry], recipe: Recipe) -> ExplainF8:
 
 
 def is_f8_eligible(entry: ExplainEntry) -> bool:
-    """Whether a recipe is for a contraction, and nothing that the user says is against it."""
+    """Return whether a recipe is for a contraction, and nothing the user says is against it."""
     if entry.in_f8:
         return True
     # Recipes leave products of integers and of complex numbers alone.
@@ -299,19 +301,19 @@ def is_f8_eligible(entry: ExplainEntry) -> bool:
 
 
 def why_not_f8(entry: ExplainEntry) -> str:
-    """Why a contraction is not multiplied in few bits."""
+    """Return why a contraction is not multiplied in 8 or 4 bits."""
     return entry.reason if entry.by else entry.refusal or entry.reason
 
 
 def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
-    """What to type about a contraction that is not in few bits; empty if it is as it should be."""
+    """Return what to type for a contraction not in 8 or 4 bits; empty if nothing is wrong."""
     why = why_not_f8(entry)
     if entry.by or why in (TWO_PARAMETERS, KEPT):
         return ""
     if why == TWO_ACTIVATIONS:
         return f'`dataclasses.replace(halfstep.RECIPES["{recipe.name}"], activations=True)`.'
-    # By the words of the reason, which the report shows above the fix: what has no rule of its own
-    # here can still be left in 16 bits.
+    # The words of the reason, which the report shows above the fix, decide. A contraction without a
+    # case of its own here can still be left in 16 bits.
     if "multiplied in" in why:
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "

@@ -1,4 +1,4 @@
-"""All operations of a plan and of the plans inside it."""
+"""List all operations of a plan and of the plans inside it."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ from halfstep._program import Finder, Node, Source, functions_in, is_of_jax
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One operation: in which plan, which of it, and what is known about it."""
+    """One operation: its plan, its number in the plan, and what is known about it."""
 
     place: PlanPlace
     index: int
@@ -40,7 +40,7 @@ class Step:
 
 
 def walk(place: PlanPlace, finder: Finder) -> list[Step]:
-    """All operations, each with what is known about it; loops and calls stand as their inside."""
+    """List all operations; those inside a loop or a call stand in its place."""
     return list(_walk(place, finder, itertools.count(1), None))
 
 
@@ -54,15 +54,15 @@ def _walk(
             entry = _entry(place, index, source, numbers.get(index), finder)
             yield Step(place, index, entry)
             continue
-        # JAX's own functions with derivatives of their own (relu): where they are called.
+        # JAX's own functions with custom derivatives (relu) get the line that calls them.
         of_jax = any(is_of_jax(inner.jaxpr) for inner in functions_in(node.name, node.params))
         for inner in place.inside(index):
             yield from _walk(inner, finder, islands, source if of_jax else line)
 
 
 def _islands(plan: Plan, numbers: Iterator[int]) -> dict[int, int]:
-    """The number of the island that an operation is in."""
-    # With outputs as `autocast` wants them, or the islands would be others than those that run.
+    """Return the number of the island that each operation is in."""
+    # Outputs are as `autocast` wants them; otherwise the islands would differ from those that run.
     found: dict[int, int] = {}
     for unit in schedule(plan, [Kind.WIDE] * len(plan.graph.outputs)):
         if isinstance(unit, Island):
@@ -106,7 +106,7 @@ def _entry(
 
 
 def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
-    """The dtype in which an operation takes an operand; `None` if it is as written."""
+    """Return the dtype in which an operation takes an operand; `None` if it is as written."""
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     operand = node.ins[position]
     if decision.site is not None and multiplies(decision.site) and position < 2:
@@ -114,15 +114,15 @@ def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
     held = held_dtype(
         plan.graph.aval(operand), plan.seen(operand, plan.levels[index]), plan.settings.compute
     )
-    # A rule's own function decides about operands itself, and a conversion takes what there is. All
-    # others are given their operands in the dtype that was decided.
+    # A rule's own function decides about operands itself, and a conversion takes its operand as it
+    # is. All other operations are given their operands in the dtype that was decided.
     if held is None or decision.function is not None or node.name == "convert_element_type":
         return held
     return decision.dtype
 
 
 def made(plan: Plan, index: int, kind: Kind, aval: AbstractValue) -> np.dtype | None:
-    """The dtype in which an operation makes a result; `None` if it is as written."""
+    """Return the dtype in which an operation makes a result; `None` if it is as written."""
     decision = plan.decisions[index]
     held = held_dtype(aval, kind, plan.settings.compute)
     if held is None or decision.rule is Rule.AS_TRACED or decision.function is not None:
@@ -133,6 +133,6 @@ def made(plan: Plan, index: int, kind: Kind, aval: AbstractValue) -> np.dtype | 
 
 
 def _factor_dtypes(site: RecipeProduct) -> tuple[np.dtype, np.dtype]:
-    """The formats of both factors of the forward product, in their order."""
+    """Return the formats of both factors of the forward product, in their order."""
     activation, weight = (factor.dtype for factor in site.recipe.forward)
     return (activation, weight) if site.weight == 1 else (weight, activation)

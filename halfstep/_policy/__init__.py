@@ -1,4 +1,4 @@
-"""What a user asks for: policies, rules, recipes, casts, and values that are kept."""
+"""Express what a user asks for: policies, rules, recipes, casts, and parts kept in float32."""
 
 from halfstep._policy.cast import (
     cast_arguments as cast_arguments,

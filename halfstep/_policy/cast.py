@@ -1,4 +1,4 @@
-"""Casting pytrees, and functions by casting what goes in and what comes out."""
+"""Cast pytrees, and wrap functions so that their arguments and results are cast."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -33,16 +33,16 @@ _FLOAT64 = np.dtype(np.float64)
 
 
 def _x64() -> bool:
-    # Asked each time: `jax.enable_x64` is also a context, which is on for a while.
+    # Read each time: `jax.enable_x64` is also a context manager, which sets it for a while.
     return jax.dtypes.canonicalize_dtype(_FLOAT64) == _FLOAT64
 
 
 def is_castable(leaf: object, *, float64: bool = False) -> TypeGuard[_Castable]:
-    """Whether a cast applies to `leaf`: an array of 16- or 32-bit floats.
+    """Return whether a cast applies to `leaf`: an array of 16- or 32-bit floats.
 
     Integers, booleans, PRNG keys, complex numbers, 8-bit floats (meaningless without their scale),
-    Python scalars and everything that is no array are left alone. float64 counts if asked for, or
-    where JAX would itself make float32 of it because x64 is off.
+    Python scalars and everything that is not an array are left alone. float64 counts if asked for,
+    or where JAX itself would convert it to float32 because x64 is off.
     """
     if not isinstance(leaf, _Castable):
         return False
@@ -59,13 +59,13 @@ def _cast_leaf(leaf: _Castable, dtype: np.dtype) -> _Castable:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype)
     if isinstance(leaf, np.ndarray | np.generic):
-        with np.errstate(all="ignore"):  # Overflow and NaN are what the format does.
+        with np.errstate(all="ignore"):  # Overflow and NaN are part of the format.
             return leaf.astype(dtype)
     return cast(leaf, dtype)
 
 
 def _strong(leaf: _Castable) -> _Castable:
-    """The leaf without a weak type, by which a kept float32 would follow 16-bit operands."""
+    """Remove a leaf's weak type, with which a kept float32 would follow 16-bit operands."""
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
@@ -84,8 +84,8 @@ def _check_target(dtype: object) -> np.dtype:
 def _cast_leaves(
     leaves: Sequence[MarkedLeaf], kept: Sequence[bool], dtype: np.dtype, float64: bool
 ) -> list[Any]:
-    # Parameters tied by identity stay tied: one cast for each distinct array. What is kept is a key
-    # of its own, because a rule may keep one of two paths to the same array.
+    # Parameters tied by identity stay tied: one cast for each distinct array. Whether it is kept is
+    # part of the key, because a rule may keep one of two paths to the same array.
     done: dict[tuple[int, bool], Any] = {}
     out: list[Any] = []
     for (_, leaf, _), keep in zip(leaves, kept, strict=True):
@@ -103,13 +103,13 @@ def cast_tree(tree: T, dtype: DTypeLike, *, keep: Sequence[str] = (), float64: b
     """Cast the floating-point array leaves of a pytree.
 
     Integers, booleans, PRNG keys, complex arrays, strings, functions and every other leaf pass
-    untouched. NumPy arrays stay NumPy arrays, `ShapeDtypeStruct`s stay abstract, leaves that are
-    one array stay one array.
+    untouched. NumPy arrays stay NumPy arrays, `ShapeDtypeStruct`s stay abstract, and leaves that
+    are one array stay one array.
 
     Args:
         tree: Any pytree.
-        dtype: Where to: a dtype or a name such as `"bf16"`.
-        keep: Rules for paths below `tree` that are left alone, as in `"**/running_var"`.
+        dtype: The target: a dtype or a name such as `"bf16"`.
+        keep: Rules for paths below `tree` that are left alone, such as `"**/running_var"`.
         float64: Whether float64 leaves are cast too (with x64 on; without it there are none).
 
     Returns:
@@ -134,7 +134,7 @@ def cast_tree(tree: T, dtype: DTypeLike, *, keep: Sequence[str] = (), float64: b
 
 
 def cast_to_half_precision(tree: T, dtype: DTypeLike | None = None) -> T:
-    """Cast to half precision: `dtype`, or what the `half_precision` context says, or bfloat16.
+    """Cast to half precision: `dtype`, or the dtype of the `half_precision` context, or bfloat16.
 
     Example:
         ```python
@@ -217,7 +217,7 @@ def cast_arguments(
     keep: Sequence[str] = (),
     float64: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast one call's arguments, leaving persistent state and what `keep` selects alone."""
+    """Cast one call's arguments, except persistent state and the leaves that `keep` selects."""
     target = _check_target(dtype)
     call = Arguments(func, args, kwargs)
     selected = call.select(keep)
@@ -239,15 +239,15 @@ def cast_function(
     *,
     keep: Sequence[str] = (),
 ) -> Callable[..., T]:
-    """Cast what goes into a function, and what comes out of it.
+    """Wrap a function so that its arguments and its results are cast.
 
     Persistent state (`eqx.nn.State`, NNX variables that are not parameters, `batch_stats` ...)
-    keeps its dtype on both ways.
+    keeps its dtype on the way in and on the way out.
 
     Args:
         func: Any function of pytrees.
-        dtype: What the floating-point arguments are cast to.
-        return_dtype: What the floating-point results are cast to; `None` leaves them as they come.
+        dtype: The dtype to cast floating-point arguments to.
+        return_dtype: The dtype to cast floating-point results to; `None` leaves them as they are.
         keep: Rules for arguments that are left alone. Paths begin with the function's own
             parameter names: `("batch/targets", "**/running_var")`.
 
@@ -268,7 +268,7 @@ def cast_function(
         assert fast(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype == jnp.float32
         ```
     """
-    # A name that is no dtype is an error here, where it is written, and not at the first call.
+    # A wrong dtype raises an error here, where it is written, and not at the first call.
     _check_target(dtype)
     if return_dtype is not None:
         _check_target(return_dtype)
@@ -289,13 +289,13 @@ def _full_precision_call(
     kwargs: Mapping[str, Any],
 ) -> T:
     if return_dtype is None:
-        # Back to what came in, so that the surroundings never see another dtype.
+        # Back to the dtype of the arguments, so that the surroundings never see another dtype.
         given = Arguments(func, args, kwargs).leaves
         dtypes = {x.leaf.dtype for x in given if is_castable(x.leaf) and not x.is_state}
         if dtypes:
             return_dtype = jax.dtypes.canonicalize_dtype(widest(dtypes))
     call = cast_function(func, jnp.float32, return_dtype)
-    # Where the arguments are float32 already, it is autocast that has to know.
+    # If the arguments are float32 already, only this scope tells `autocast` to keep float32.
     with jax.named_scope(KEEP_SCOPE):
         return call(*args, **kwargs)
 
@@ -330,15 +330,16 @@ def force_full_precision(
 def force_full_precision(func: object = None, return_dtype: DTypeLike | None = None) -> Any:
     """Run a function or an Equinox module in float32, wherever it is called.
 
-    For what must not run in 16 bits where arguments are cast: softmax, norms, sums, losses. The
-    arguments are cast to float32 and any pytree that comes back is cast to `return_dtype`.
-    `autocast` leaves the inside in float32, matrix products included, as with `keep_precision`.
+    Use it where arguments are cast, for operations that must not run in 16 bits: softmax, norms,
+    sums, losses. The arguments are cast to float32, and the returned pytree is cast to
+    `return_dtype`. `autocast` leaves the inside in float32, matrix products included, as with
+    `keep_precision`.
 
     Args:
         func: The function or module. Without it a decorator is returned.
-        return_dtype: What the results are cast to; `None` means the dtype the arguments had, so
-            a float16 model stays float16 around it. For a loss write `"f32"`: back in float16, a
-            loss scale above 65504 would be infinite on its way through it.
+        return_dtype: The dtype to cast the results to; `None` means the dtype of the arguments, so
+            a float16 model stays float16 around the function. For a loss write `"f32"`: a loss
+            scale above 65504 would become infinite on its way through a float16 loss.
 
     Returns:
         The function; for an Equinox module, a module (and so a pytree with the same leaves).

@@ -11,12 +11,12 @@ import jax
 from halfstep._base import described
 
 KEEP_SCOPE = "halfstep.keep_precision"
-"""The named scope by which it is marked: it goes through every transformation of JAX's."""
+"""The named scope that marks the kept part; every transformation of JAX preserves it."""
 
 
-# A named scope, and no flag: it is part of each operation that is traced, so `jit`, `grad`, `vmap`,
-# `scan` and `jax.checkpoint` all carry it along, and a function that JAX has traced before and kept
-# still has it. `autocast` reads it off the operations.
+# The mark is a named scope and not a flag: a scope is part of each operation that is traced, so
+# `jit`, `grad`, `vmap`, `scan` and `jax.checkpoint` all carry it along, and a function whose trace
+# JAX has cached still has it. `autocast` reads it from the operations.
 class _KeptModule(eqx.Module):
     """A module whose inside is left as it is; still a pytree of its parameters."""
 
@@ -34,10 +34,10 @@ def _kept() -> Generator[None, None, None]:
 
 
 def keep_precision(func: Callable[..., Any] | None = None) -> Any:
-    """Leave a function, or what is inside a `with`, in the precision it is written in.
+    """Keep a function, or the body of a `with`, in the precision in which it is written.
 
-    `autocast` does not lower the operations inside, matrix products and loops included. What comes
-    in from 16-bit operations is float32 there. Where there is no autocast it does nothing.
+    `autocast` does not lower the operations inside, matrix products and loops included. Results of
+    16-bit operations enter as float32. Without `autocast`, `keep_precision` does nothing.
 
     Args:
         func: The function or Equinox module. Without it, a context manager is returned.

@@ -1,4 +1,4 @@
-"""What a precision policy is, and how it is written."""
+"""Define precision policies, and read and write them as text."""
 
 import dataclasses
 import json
@@ -22,15 +22,16 @@ from halfstep._policy.store_rules import StoreRule
 T = TypeVar("T")
 Mode = Literal["autocast", "inputs"]
 Residuals = Literal["e4m3", "e5m2"]
+# Fields that are written as lists.
 _SEVERAL = ("keep", "rules", "stores")
-# Of a file: a plan for hundreds of layers written out has some ten thousand letters.
+# Limits of a file: a plan that writes out hundreds of layers has some ten thousand letters.
 _LARGEST = 2**18
 _DEEPEST = 50
 _QUOTED = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'")
-"""Fields that are written as lists."""
+"""Strings in quotes, in which dots and brackets do not count."""
 _OF_OPERATIONS = ("rules", "accumulate", "recipe", "stores")
-"""Fields that say something about single operations."""
-# The one-letter keys are jmp's, whose policies can be pasted.
+"""Fields that apply to single operations."""
+# The one-letter keys are jmp's, so that its policies can be pasted.
 _KEYS = MappingProxyType(
     {
         "p": "param",
@@ -45,7 +46,7 @@ _KEYS = MappingProxyType(
 )
 
 
-# Static: a policy in a module or in arguments is part of what `jit` compiles for, and no array.
+# Static: a policy in a module or in arguments is not an array, and `jit` compiles for each policy.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Policy:
@@ -53,24 +54,25 @@ class Policy:
 
     Attributes:
         param: Dtype in which parameters are stored.
-        compute: Dtype of matrix products and convolutions; in the mode `"inputs"`, the one in which
-            floating-point arguments enter the function.
+        compute: Dtype of matrix products and convolutions; in the mode `"inputs"`, the dtype in
+            which floating-point arguments enter the function.
         output: Dtype of the results, for `cast_to_output`.
-        keep: Path rules for arguments that are computed with in float32, matrix products included;
-            in the mode `"inputs"`, for those that are not cast.
-        rules: For single operations, against the table of `autocast`: `PrecisionRule`s, or their
-            texts: `("op:tanh=compute", "scope:decoder/head=float32")`.
-        accumulate: In which dtype contractions hand on their results: the compute dtype (`None`),
-            or float32 for those that may leave the range of float16.
+        keep: Path rules for arguments to keep in float32, matrix products included; in the mode
+            `"inputs"`, for arguments that are not cast.
+        rules: Rules for single operations, which override the table of `autocast`:
+            `PrecisionRule`s, or strings: `("op:tanh=compute", "scope:decoder/head=float32")`.
+        accumulate: The dtype in which contractions return their results: the compute dtype
+            (`None`), or float32 for results that may leave the range of float16.
         recipe: How products of activations and weights are computed in 8 or 4 bits: a `Recipe`, or
             the name of one of `RECIPES`.
-        residuals: `"e4m3"` or `"e5m2"`: what is kept for the backward pass, factors of products and
-            what islands are computed again from, is kept in 8 bits, each row with a scale. The
-            forward pass does not change. `None` keeps it in the compute dtype.
+        residuals: `"e4m3"` or `"e5m2"` keeps the residuals for the backward pass in 8 bits, with a
+            scale for each row. Residuals are the factors of products, and the values from which
+            islands are recomputed. The forward pass does not change. `None` keeps the residuals in
+            the compute dtype.
         stores: Which results are kept for the backward pass, and how, operation by operation:
-            `StoreRule`s, or their texts: `("store:op:dot_general=e4m3",)`.
-        mode: `"autocast"`, operation by operation; or `"inputs"`, where all arguments are cast and
-            the function runs with what it gets, as in the MPX paper.
+            `StoreRule`s, or strings: `("store:op:dot_general=e4m3",)`.
+        mode: `"autocast"` decides operation by operation; `"inputs"` casts all arguments and leaves
+            the function as it is, as in the MPX paper.
 
     Example:
         ```python
@@ -176,8 +178,8 @@ class Policy:
                 f"compute={dtype_name(values['compute'])!r} and mode={mode!r}. Leave it out, or "
                 "choose compute='bf16'."
             )
-        # A dataclass has no say in what `__init__` takes: texts and dtypes of any form come in, and
-        # fields are of one form, so that equal policies are equal and hash alike.
+        # `__init__` takes strings and dtypes of any form, which a dataclass would not convert. The
+        # fields have one form, so that equal policies compare equal and have the same hash.
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -196,7 +198,8 @@ class Policy:
                 are cast and nothing else.
 
         Raises:
-            ValueError: If the text is no policy; the message says which part and what to write.
+            ValueError: If the text is not a policy; the message names the wrong part and says what
+                to write.
         """
         body, colon, mode = text.partition(":inputs")
         if colon and mode.strip():
@@ -205,7 +208,7 @@ class Policy:
         keep: list[str] = []
         rules: list[str] = []
         stores: list[str] = []
-        # No path, scope or rule has a comma in it: each is checked where it is made.
+        # No path, scope or rule contains a comma: each is checked where it is made.
         first, *rest = body.split(",")
         if "=" not in first:
             fields |= {"param": "f32", "output": "f32", **_named(first.strip())}
@@ -240,11 +243,11 @@ class Policy:
         """Read a policy from a file that `save`, `debug.bisect` or a person has written.
 
         Args:
-            path: A TOML file with the fields of a policy as texts: `compute = "f16"`,
-                `rules = ["scope:head=float32"]`. What is left out is as in `Policy()`.
+            path: A TOML file with the fields of a policy as strings: `compute = "f16"`,
+                `rules = ["scope:head=float32"]`. Missing fields are as in `Policy()`.
 
         Raises:
-            ValueError: If the file says anything that is no policy.
+            ValueError: If the file contains anything that is not part of a policy.
         """
         path = pathlib.Path(path)
         known = [field.name for field in dataclasses.fields(Policy)]
@@ -252,7 +255,7 @@ class Policy:
         try:
             return Policy(**fields)
         except ValueError as error:
-            # What is wrong is in the file: the message begins with its name.
+            # The mistake is in the file, so the message begins with its name.
             raise ValueError(f"{path.name}: {error}") from error
 
     @checked
@@ -260,11 +263,12 @@ class Policy:
         """Write the policy into a file that `load` reads.
 
         Args:
-            path: The file; by custom, it ends with `.toml`.
-            notes: Lines of comment at its beginning.
+            path: The file, whose name usually ends with `.toml`.
+            notes: Lines of comment at the beginning of the file.
 
         Raises:
-            ValueError: If it has rules with functions, or a recipe that has no name.
+            ValueError: If the policy has rules with functions, or a recipe that is not one of
+                `RECIPES`.
         """
         if not self._is_text:
             raise ValueError(
@@ -289,9 +293,9 @@ class Policy:
 
     @property
     def _is_text(self) -> bool:
-        """Whether its text says all of it."""
+        """Whether the text of the policy says all of it."""
         known = self.recipe is None or RECIPES.get(self.recipe.name) == self.recipe
-        # A recipe that was changed, and kept its name, would be read back as another.
+        # A recipe that was changed, and kept its name, would be read back as the original.
         return known and all(rule.is_text for rule in self.rules)
 
     def __str__(self) -> str:
@@ -315,7 +319,7 @@ class Policy:
 
     @property
     def casts_float64(self) -> bool:
-        """Whether float64 leaves are cast: only a policy that stores parameters so says yes."""
+        """Whether float64 leaves are cast: only if the policy stores parameters in float64."""
         return self.param == np.dtype(np.float64)
 
     def cast_to_param(self, tree: T) -> T:
@@ -331,7 +335,7 @@ class Policy:
         return cast_tree(tree, self.output, float64=self.casts_float64)
 
     def replace(self, **changes: Any) -> "Policy":
-        """The same policy with some fields changed: `policy.replace(keep=("state",))`."""
+        """Return the same policy with some fields changed: `policy.replace(keep=("state",))`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         unknown = set(changes) - set(fields)
         if unknown:
@@ -343,7 +347,7 @@ class Policy:
 
 
 def _named(name: str) -> dict[str, Any]:
-    """What a short name stands for."""
+    """Return the fields that a short name stands for."""
     if name in RECIPES:
         return {"compute": "bf16", "recipe": name}
     try:
@@ -353,7 +357,7 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:
-    """The dtype of contractions' results, if it is not the compute dtype."""
+    """Return the dtype of contractions' results, or `None` if it is the compute dtype."""
     if dtype is None or parse_dtype(dtype) == compute:
         return None
     if parse_dtype(dtype) != np.dtype(np.float32):
@@ -362,7 +366,7 @@ def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:
 
 
 def as_policy(policy: object) -> Policy:
-    """A policy from its text, or the policy itself."""
+    """Return the policy of a text, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
@@ -372,20 +376,20 @@ def as_policy(policy: object) -> Policy:
     )
 
 
-# A policy as a file that people can read and edit: TOML.
+# Policies in TOML files, which people can read and edit.
 
 
 def to_toml(fields: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
-    """Fields as the text of a file, each text or a sequence of texts.
+    """Return fields as the text of a file, each as a string or a list of strings.
 
     Args:
-        fields: What the policy is made of; what is `None` or empty is left out.
-        notes: Lines of comment to begin with.
+        fields: The fields of the policy; fields that are `None` or empty are left out.
+        notes: Lines of comment at the beginning of the file.
     """
     lines = [f"# {line}".rstrip() for note in notes for line in note.splitlines()]
     for name, value in fields.items():
         if name in _SEVERAL and value:
-            # A TOML text in quotes is written as a JSON text is.
+            # A TOML string in quotes is written like a JSON string.
             lines += [f"{name} = [", *(f"  {json.dumps(str(item))}," for item in value), "]"]
         elif value:
             lines.append(f"{name} = {json.dumps(str(value))}")
@@ -393,10 +397,11 @@ def to_toml(fields: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
 
 
 def _why_refused(text: str) -> str | None:
-    """Why a text is not given to the parser, which would take minutes for it.
+    """Return why a text is not parsed, because the parser would take minutes, or `None`.
 
-    The time of `tomllib` grows with the square of the parts of a key, and of the levels of a list:
-    a file of a stranger's could keep a job from starting. A policy has neither.
+    The time of `tomllib` grows with the square of the number of parts of a key, and of the number
+    of levels of a list: a stranger's file could keep a job from starting. A policy has neither keys
+    of several parts nor nested lists.
     """
     if len(text) > _LARGEST:
         return f"it has {len(text):,} letters, and a policy at most {_LARGEST:,}"
@@ -407,15 +412,15 @@ def _why_refused(text: str) -> str | None:
 
 
 def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
-    """The fields that a file says.
+    """Return the fields that a file contains.
 
     Args:
-        text: What is in the file.
-        name: Of the file, for the error.
-        known: The fields that there are.
+        text: The content of the file.
+        name: The name of the file, for the error.
+        known: The fields that a file may contain.
 
     Raises:
-        ValueError: If it is no such file.
+        ValueError: If the text is not TOML with these fields.
     """
     found: dict[str, Any] = {}
     reason = _why_refused(text)

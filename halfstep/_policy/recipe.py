@@ -1,4 +1,4 @@
-"""Recipes for matrix products in 8 and 4 bits: which format, which scales, on which leg."""
+"""Define recipes for matrix products in 8 and 4 bits: the format and the scales of each leg."""
 
 import dataclasses
 import difflib
@@ -28,20 +28,20 @@ _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Factor:
-    """How one factor of a product is written in few bits.
+    """How one factor of a product is quantized to 8 or 4 bits.
 
     Attributes:
-        element: The format of its elements: `"e4m3"` and `"e5m2"` of 8 bits, `"e2m1"` of 4.
-        per: What shares a scale: the whole `"tensor"`; a `"row"`, which is all that is summed for
-            one element of the result; a `"block"` of `size` elements of a row; or a `"tile"`, the
-            same block of `size` rows.
-        size: How many elements a block has along what is summed.
-        two_level: Whether the scales of blocks are numbers of 8 bits (e4m3) beside a scale of the
-            whole tensor. Else they are powers of two, which never round.
-        rounding: To the `"nearest"`, or at random with the right mean: `"stochastic"`.
-        rotate: Whether blocks are multiplied by a Hadamard matrix with random signs first, which
-            spreads outliers. The other factor of the product is rotated alike, so the product
-            stays what it was.
+        element: The format of the elements: `"e4m3"` and `"e5m2"` have 8 bits, `"e2m1"` has 4.
+        per: Which elements share a scale: the whole `"tensor"`; a `"row"`, which is all that is
+            summed for one element of the result; a `"block"` of `size` elements of a row; or a
+            `"tile"`, which is the same block of `size` rows.
+        size: The number of elements of a block along the dimension that is summed.
+        two_level: Whether the scales of blocks are 8-bit numbers (e4m3), with another scale for the
+            whole tensor. Otherwise they are powers of two, which never round.
+        rounding: `"nearest"`, or `"stochastic"`: at random, with the right mean.
+        rotate: Whether blocks are first multiplied by a Hadamard matrix with random signs, which
+            spreads outliers. The other factor of the product is rotated in the same way, so the
+            product does not change.
 
     Example:
         ```python
@@ -85,12 +85,12 @@ class Factor:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a row has several scales, which cannot be taken out of its sum."""
+        """Whether a row has several scales, which cannot be factored out of its sum."""
         return self.per in ("block", "tile")
 
     @property
     def dtype(self) -> np.dtype:
-        """The format of its elements."""
+        """The dtype of the elements."""
         return _DTYPES[self.element]
 
     @property
@@ -111,27 +111,27 @@ Leg = tuple[Factor, Factor]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the products of activations and weights are computed in few bits.
+    """How products of activations and weights are computed in 8 or 4 bits.
 
-    A product has three legs: forward, the gradient of its input, and that of its weight. Each has
-    two factors, which are quantized for it, from what they were before.
+    A product has three legs: the forward product, the gradient of its input, and the gradient of
+    its weight. Each leg has two factors, and quantizes both of them from their original values.
 
     Attributes:
-        name: What it is called.
-        forward: How the activation and the weight are written.
-        input_gradient: How the gradient and the weight are; `None` for a product in the policy's
-            compute dtype.
-        weight_gradient: How the activation and the gradient are; or `None`.
-        history: How many steps' largest magnitudes the scales are made of (delayed scaling). 0
-            means those of the values themselves (current scaling).
+        name: The name of the recipe.
+        forward: How the activation and the weight are quantized.
+        input_gradient: How the gradient and the weight are quantized; `None` for a product in the
+            policy's compute dtype.
+        weight_gradient: How the activation and the gradient are quantized, or `None`.
+        history: The number of past steps whose largest magnitudes set the scales (delayed scaling).
+            With 0, the values themselves set their scales (current scaling).
         margin: Delayed scales leave room for `2**margin` times the largest magnitude seen.
-        activations: Whether products of two activations, such as attention scores, are too.
-        multiple_of: What is summed, and each side of a weight, has to be a multiple of this.
-        saturated: Which part of a factor may be beyond the largest element.
-        flushed: Which part of it may become zero.
-        patience: After how many steps in a row with more than that `F8Scaling.review` takes a
-            product out; 0 for never.
-        experimental: Whether it may still change.
+        activations: Whether products of two activations, such as attention scores, are quantized.
+        multiple_of: The size that is summed, and each side of a weight, must be a multiple of this.
+        saturated: The share of a factor that may exceed the largest element.
+        flushed: The share of a factor that may become zero.
+        patience: After this many steps in a row above one of these shares, `F8Scaling.review` takes
+            a product out of the recipe; 0 for never.
+        experimental: Whether the recipe may still change.
 
     Example:
         ```python
@@ -163,8 +163,9 @@ class Recipe:
         check_fields(self)
         for leg in self.legs:
             first, second = leg
-            # A scale per block can be taken out of a sum only where both factors change theirs at
-            # the same places. A rotation cancels out only if both factors are rotated alike.
+            # A scale per block can be factored out of a sum only where both factors change their
+            # scales at the same places. A rotation cancels out only if both factors are rotated in
+            # the same way.
             if (first.size, first.rotate) != (second.size, second.rotate):
                 if first.rotate or second.rotate:
                     raise ValueError(
@@ -190,38 +191,38 @@ class Recipe:
 
     @property
     def legs(self) -> tuple[Leg, ...]:
-        """Those that are quantized."""
+        """The legs that are quantized."""
         legs = (self.forward, self.input_gradient, self.weight_gradient)
         return tuple(leg for leg in legs if leg is not None)
 
     @property
     def is_random(self) -> bool:
-        """Whether anything in it is rounded or rotated at random."""
+        """Whether the recipe rounds or rotates anything at random."""
         factors = [factor for leg in self.legs for factor in leg]
         return any(factor.rounding == "stochastic" or factor.rotate for factor in factors)
 
     @property
     def needs_state(self) -> bool:
-        """Whether it has to be given state: past magnitudes, or where randomness comes from."""
+        """Whether the recipe needs state: past magnitudes, or a source of randomness."""
         return bool(self.history) or self.is_random
 
     def init(self, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """The state of this recipe for a function: past magnitudes, and where randomness is from.
+        """Make the state of this recipe for a function: past magnitudes and a random key.
 
-        Recipes without state need none; with it they say what they see of each product.
+        Recipes that need no state can have one, too: it records what they see of each product.
 
         Args:
-            func: The loss function, or any other.
-            *args: What it is called with. Magnitudes of one step with them are what delayed scales
-                begin with.
-            **options: `loss_scaling=`, one that the state goes along with; `key=`, for recipes that
-                round at random; `params=0`, which arguments hold parameters; `policy=`, if it has
-                rules; `calibrate=True`: whether that step is taken. All others are arguments of
-                the function.
+            func: The loss function, or any other function.
+            *args: The arguments of the function. Delayed scales begin with the magnitudes of one
+                step with these arguments.
+            **options: `loss_scaling=`, a loss scaling to combine with the state; `key=`, for
+                recipes that round at random; `params=0`, which arguments hold parameters;
+                `policy=`, if it has rules; `calibrate=True`, whether the step for delayed scales is
+                taken. All others are arguments of the function.
 
         Returns:
-            `F8Scaling.init(recipe, func, *args, **options)`: an `F8Scaling`, which goes where a
-            loss scaling goes.
+            `F8Scaling.init(recipe, func, *args, **options)`: an `F8Scaling`, which is passed in
+            place of a loss scaling.
         """
         return state_of(self, func, *args, **options)
 
@@ -229,10 +230,10 @@ class Recipe:
 # `halfstep._training` registers its class here when it is imported, which `import halfstep` does.
 @functools.singledispatch
 def state_of(recipe: object, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The state of a recipe for a function; see `Recipe.init`.
+    """Make the state of a recipe for a function; see `Recipe.init`.
 
-    What a recipe is belongs to a policy, and its state to training, a layer above. The class of the
-    state registers here how it is made of a recipe, since no import goes upwards.
+    A recipe belongs to a policy, and its state belongs to training, which is a layer above. The
+    class of the state registers here how to make it from a recipe, since no import goes upwards.
     """
     raise TypeError(f"a recipe is required; got {recipe!r}. Take one of halfstep.RECIPES.")
 
@@ -247,10 +248,10 @@ def _recipes() -> Mapping[str, Recipe]:
     fp4_tile = dataclasses.replace(fp4, per="tile")
     fp4_random = dataclasses.replace(fp4, rounding="stochastic")
     rotated, rotated_random = (dataclasses.replace(f, rotate=True) for f in (fp4, fp4_random))
-    # Gradients need range more than digits: e5m2 for them, as in NVIDIA's Transformer Engine, which
-    # calls this "hybrid". With a scale for each row or block the range is there already, and all of
-    # it is e4m3. A weight's blocks are square (tiles), so that its transpose, which the gradient of
-    # the input multiplies by, has the same scales and is the same numbers.
+    # Gradients need range more than digits, so they use e5m2, as in NVIDIA's Transformer Engine,
+    # which calls this "hybrid". A scale for each row or block already provides the range, and
+    # everything is e4m3 there. A weight's blocks are square (tiles), so that its transpose, by
+    # which the gradient of the input multiplies, has the same scales and the same numbers.
     rows = (
         Recipe(name="f8", forward=(e4, e4), input_gradient=(e5, e4), weight_gradient=(e4, e5)),
         Recipe(name="f8-e4m3", forward=(e4, e4), input_gradient=(e4, e4), weight_gradient=(e4, e4)),
@@ -268,7 +269,7 @@ def _recipes() -> Mapping[str, Recipe]:
         Recipe(
             name="f8-row-gw", forward=(row, row), input_gradient=(row, row), weight_gradient=None
         ),
-        # DeepSeek-V3's.
+        # The recipe of DeepSeek-V3.
         Recipe(
             name="f8-block",
             forward=(block, tile),
@@ -277,9 +278,9 @@ def _recipes() -> Mapping[str, Recipe]:
         ),
         # The OCP's microscaling (MX) formats: 32 elements share a power of two.
         Recipe(name="mxfp8", forward=(mx, mx), input_gradient=(mx, mx), weight_gradient=(mx, mx)),
-        # NVIDIA's for training (arXiv:2509.25149). With 4 bits, rounding to the nearest would bias
-        # gradients: they are rounded at random. Outliers matter most for the weight's gradient,
-        # which sums over tokens: only its factors are rotated.
+        # NVIDIA's recipe for training (arXiv:2509.25149). With 4 bits, rounding to nearest would
+        # bias gradients, so they are rounded at random. Outliers matter most for the weight's
+        # gradient, which sums over tokens, so only its factors are rotated.
         Recipe(
             name="nvfp4",
             forward=(fp4, fp4_tile),
@@ -296,19 +297,19 @@ RECIPES: Mapping[str, Recipe] = _recipes()
 
 | name | forward | gradients | scales |
 |---|---|---|---|
-| `"f8"` | e4m3 | e5m2 | of each tensor, powers of two |
+| `"f8"` | e4m3 | e5m2 | per tensor, powers of two |
 | `"f8-e4m3"` | e4m3 | e4m3 | the same |
-| `"f8-delayed"` | e4m3 | e5m2 | the same, of the last 16 steps |
-| `"f8-row"` | e4m3 | e4m3 | of each row |
-| `"f8-row-gw"` | e4m3 | e4m3; weights' in the compute dtype | of each row |
-| `"f8-block"` | e4m3 | e4m3 | of 1 x 128, weights 128 x 128 |
-| `"mxfp8"` | e4m3 | e4m3 | of 1 x 32 |
-| `"nvfp4"` | e2m1 | e2m1, rounded at random, rotated | of 1 x 16 in 8 bits, and of the tensor |
+| `"f8-delayed"` | e4m3 | e5m2 | the same, from the last 16 steps |
+| `"f8-row"` | e4m3 | e4m3 | per row |
+| `"f8-row-gw"` | e4m3 | e4m3; for weights in the compute dtype | per row |
+| `"f8-block"` | e4m3 | e4m3 | per 1 x 128 block, for weights per 128 x 128 |
+| `"mxfp8"` | e4m3 | e4m3 | per 1 x 32 block |
+| `"nvfp4"` | e2m1 | e2m1, rounded at random, rotated | per 1 x 16 block in 8 bits, and per tensor |
 """
 
 
 def as_recipe(recipe: object) -> Recipe | None:
-    """A recipe from its name, or the recipe itself."""
+    """Return the recipe of a name, or the recipe itself."""
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str) and recipe in RECIPES:

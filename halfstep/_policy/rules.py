@@ -1,4 +1,4 @@
-"""Rules of the user's for single operations: what runs in which precision, against the table."""
+"""Define the user's rules for the precision of single operations, which override the table."""
 
 import dataclasses
 import fnmatch
@@ -15,7 +15,7 @@ OUTCOMES: tuple[str, ...] = get_args(Outcome)
 PrecisionFunction = Callable[..., Any]
 """`(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)`."""
 
-# What JAX writes around a scope that a transformation has gone through: `transpose(jvp(head))`.
+# JAX writes the names of transformations around a scope: `transpose(jvp(head))`.
 _TRANSFORMS = re.compile(r"\b(?:jvp|vmap|transpose|jit|pjit|rematted_computation|checkpoint)\(")
 
 
@@ -26,9 +26,9 @@ class Operation:
     Attributes:
         primitive: The name of JAX's primitive, `"dot_general"`.
         scope: The `jax.named_scope`s that it is in, outermost first: `"decoder/head"`.
-        params: What the primitive is bound with.
+        params: The parameters of the primitive.
         ins: Shapes and dtypes of the operands, as the function was written.
-        outs: The same of the results.
+        outs: Shapes and dtypes of the results.
 
     Example:
         ```python
@@ -53,19 +53,19 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRule:
-    """In which precision some operations run. The first rule of a policy that matches is used.
+    """The precision in which some operations run. The first matching rule of a policy wins.
 
     Attributes:
         outcome: `"compute"` (operands and result in the compute dtype), `"float32"` (in float32,
             contractions and whole loops included), `"widest"`, `"follow"` or `"as_traced"` (as in
             the table of operations), `"accumulate"` (a contraction of operands in the compute dtype
-            whose result stays float32; other operations are not concerned), or a function
-            `(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)` that makes
-            what the operation is bound with.
+            whose result stays float32; other operations are not affected), or a function
+            `(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)` that
+            returns the operands and parameters to run the operation with.
         op: Which primitives, by name; `*` and `?` may be used. `None` means all.
         scope: Which `jax.named_scope`s, in the grammar of path rules: `"decoder/head"` and all
             below it, `"**/attention"`. `None` means all.
-        where: A function of an `Operation` that says whether it is concerned.
+        where: A function of an `Operation` that returns whether the rule applies to it.
 
     Example:
         ```python
@@ -135,18 +135,18 @@ class PrecisionRule:
 
     @property
     def is_text(self) -> bool:
-        """Whether it can be written down and read again: it holds no function."""
+        """Whether the rule can be written as text and read again: it holds no function."""
         return self.where is None and not callable(self.outcome)
 
     def matches(self, operation: Operation) -> bool:
-        """Whether an operation is concerned."""
+        """Return whether the rule applies to an operation."""
         if not is_at(operation, self.op, self.scope):
             return False
         return self.where is None or bool(self.where(operation))
 
 
 def check_place(op: str | None, scope: str | None) -> None:
-    """Raise unless a rule's pattern of operations and its path of scopes can be written down."""
+    """Raise unless a rule's pattern of operations and its path of scopes can be written as text."""
     if "" in (op, scope):
         raise ValueError(
             f"`op` and `scope` of a rule cannot be empty; got op={op!r}, scope={scope!r}. Leave "
@@ -163,8 +163,8 @@ def check_place(op: str | None, scope: str | None) -> None:
 
 
 def is_at(operation: Operation, op: str | None, scope: str | None) -> bool:
-    """Whether an operation has a name and is in a scope that a rule is for; `None` means any."""
-    # Not `fnmatch`, which forgets about upper and lower case on Windows.
+    """Return whether an operation matches a rule's name and scope; `None` matches any."""
+    # Not `fnmatch`, which ignores upper and lower case on Windows.
     if op is not None and not fnmatch.fnmatchcase(operation.primitive, op):
         return False
     # With a slash at the end, so that `head` does not match `header`.
@@ -184,7 +184,7 @@ def _name(function: object) -> str:
 
 
 def plain_scope(scope: str) -> str:
-    """A scope without what transformations have written around it."""
+    """Return a scope without the names of transformations around it."""
     if "(" not in scope:
         return scope
     return _TRANSFORMS.sub("", scope).replace(")", "")

@@ -1,4 +1,4 @@
-"""Rules of the user's for saved activations: what is kept for the backward pass, and how."""
+"""Define the user's rules for saved activations: what is kept for the backward pass, and how."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _PREFIX = "store:"
 class StoreRule:
     """How the results of some operations are kept for the backward pass.
 
-    The first rule of a policy that matches is used. A policy with such rules keeps the results of
+    The first matching rule of a policy wins. A policy with such rules keeps the results of
     contractions unless a rule says otherwise, and recomputes everything else. Inside the user's own
     `jax.checkpoint`, results are kept as its policy says unless a rule says otherwise.
 
@@ -29,12 +29,12 @@ class StoreRule:
             would be kept without the rule: contractions, kernels and values with a
             `checkpoint_name`, or what the policy of the user's `jax.checkpoint` saves.
         scope: Which `jax.named_scope`s, in the grammar of path rules. `None` means all.
-        line: Which line of the user's code: `"model.py:12"`. What is computed in functions that
-            the line calls is concerned, too. `None` means all.
-        number: Which of the operations for which all of these hold, in the order in which a
-            function is traced: 0 is the first one. A loop of Python's that writes out layers makes
-            one for each layer. Every function that is traced by itself, such as the body of a loop,
-            has its own numbers. `None` means all.
+        line: Which line of the user's code: `"model.py:12"`. The rule also applies to operations in
+            functions that the line calls. `None` means all.
+        number: Which of the operations that match all of these, in the order in which a function is
+            traced: 0 is the first one. A Python loop over layers makes one operation for each
+            layer. Every function that is traced by itself, such as the body of a loop, has its own
+            numbers. `None` means all.
 
     Example:
         ```python
@@ -100,7 +100,7 @@ class StoreRule:
             text.strip(),
         )
         first, *more = found["place"].split("@") if found else [""]
-        # After an operation, a scope stands without its prefix.
+        # After an operation, a scope is written without its prefix.
         parts = [first, *(x if x.startswith("line:") else f"scope:{x}" for x in more)]
         place = dict(part.split(":", 1) for part in parts if part)
         if not found or len(place) < len(parts):
@@ -131,12 +131,12 @@ class StoreRule:
         return f"{_PREFIX}{place}{number}={self.outcome}"
 
     def matches(self, operation: Operation, lines: Sequence[str]) -> bool:
-        """Whether the results of an operation are concerned, whatever its number.
+        """Return whether the rule applies to the results of an operation, whatever its number.
 
         Args:
-            operation: What makes them.
-            lines: Where it is written, and the calls that led there, with as much of the paths as
-                is known.
+            operation: The operation that makes the results.
+            lines: The line of the operation, and the lines of the calls that led there, with as
+                much of the paths as is known.
         """
         if self.line is not None:
             end = f"/{self.line}"

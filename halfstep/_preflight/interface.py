@@ -50,37 +50,38 @@ class Preflight:
         "halfstep[cuda-preflight]"` for NVIDIA's GPUs, `"halfstep[tpu-preflight]"` for TPUs.
 
         Args:
-            step: The function to compile, jitted or not. What a jitted step donates is donated. May
-                be `None` if `variants` are given.
+            step: The function to compile, jitted or not. Arguments that a jitted step donates are
+                donated. May be `None` if `variants` are given.
             args: Its positional arguments: arrays, or `jax.ShapeDtypeStruct`s (see
-                `jax.eval_shape`), in any trees. What is neither is constant.
-            targets: What to compile for: `"h100"`, `"h100:8"`, `"h100:32x8"` (32 hosts of 8),
-                `"v5e"`, `"v5e:16x16"`.
-            donate_argnums: Arguments whose memory the step may reuse, as `jax.jit` has it.
+                `jax.eval_shape`), in any trees. All other leaves are constants.
+            targets: The targets to compile for: `"h100"`, `"h100:8"`, `"h100:32x8"` (32 hosts of
+                8), `"v5e"`, `"v5e:16x16"`.
+            donate_argnums: Arguments whose memory the step may reuse, as in `jax.jit`.
             variants: Steps to compare, by name: functions of the same arguments, or pairs of a
                 function and its own arguments.
-            mesh: For more than one device, the mesh: `{"data": 32, "model": 8}`, or a mesh of
-                JAX's. Not needed if arguments have `NamedSharding`s.
+            mesh: For more than one device, the mesh: `{"data": 32, "model": 8}`, or a JAX mesh. Not
+                needed if arguments have `NamedSharding`s.
             shardings: `PartitionSpec`s or `NamedSharding`s for `args`, as a prefix of their tree.
-            roles: What arguments are for, by name, where that is guessed wrong: `"parameters"`,
+            roles: Roles of arguments, by name, where the guess is wrong: `"parameters"`,
                 `"optimizer state"`, `"batch"` or `"other"`.
-            memory_fraction: Share of the device's memory that may be used. JAX takes three quarters
-                of a GPU's and all of a TPU's if not told otherwise, which is the default here.
-            gemm: Who makes matrix products on a GPU: `"triton"` (XLA's own kernels) or `"library"`
-                (cuBLAS). Without a GPU XLA cannot time them and choose. `"auto"` takes Triton's,
-                and for all variants of a target the library's if Triton refuses one.
-            flags: More flags for XLA, `--xla_gpu_...` or `--xla_tpu_...`. Those in this process's
+            memory_fraction: Share of the device's memory that may be used. The default is JAX's
+                own: three quarters of a GPU's memory and all of a TPU's.
+            gemm: Which kernels compute matrix products on a GPU: `"triton"` (XLA's own kernels) or
+                `"library"` (cuBLAS). Without a GPU, XLA cannot time both and choose. `"auto"` uses
+                Triton. If Triton refuses one variant of a target, all variants of that target use
+                the library.
+            flags: More flags for XLA, `--xla_gpu_...` or `--xla_tpu_...`. Flags in this process's
                 environment are not passed on.
             timeout: Seconds that one compile may take.
-            cache: Whether to take and keep answers in `$HALFSTEP_CACHE_DIR`, or in the user's cache
-                folder. They are kept by program, target, flags and versions.
-            progress: Whether to show a progress bar, where tqdm is installed.
+            cache: Whether to read and keep answers in `$HALFSTEP_CACHE_DIR`, or in the user's cache
+                folder. Answers are kept by program, target, flags and versions.
+            progress: Whether to show a progress bar, if tqdm is installed.
 
         Returns:
             A report with an entry for each target and variant.
 
         Raises:
-            PreflightError: If there is no answer: no compiler, a step that cannot be lowered, a
+            PreflightError: If no answer is possible: no compiler, a step that cannot be lowered, a
                 mesh of another size than the target. A step that does not fit is an answer.
 
         Example:
@@ -152,11 +153,12 @@ class Preflight:
         """Find the largest batch that fits on a target, by doubling and then halving.
 
         Args:
-            step_for_batch: Given a batch size, returns a step and its arguments.
-            target: What to compile for.
-            multiple_of: Try only multiples of this; over a mesh, the devices that share the batch.
+            step_for_batch: A function that takes a batch size and returns a step and its arguments.
+            target: The target to compile for.
+            multiple_of: Try only multiples of this number; over a mesh, the number of devices that
+                share the batch.
             maximum: The largest batch to try.
-            donate_argnums: As in `preflight`, and so are all the others.
+            donate_argnums: As in `preflight`, like all arguments that follow.
             mesh: As in `preflight`.
             shardings: As in `preflight`.
             memory_fraction: As in `preflight`.
@@ -167,7 +169,7 @@ class Preflight:
             progress: As in `preflight`.
 
         Returns:
-            The batch, its entry, and all that were tried.
+            The batch, its entry, and all batches that were tried.
 
         Raises:
             DoesNotFitError: If not even the smallest batch fits.
@@ -196,8 +198,9 @@ class Preflight:
         )
         parsed = parse_target(target)
 
-        # One way for the whole search: if Triton refuses a batch in the middle, all of them are
-        # compiled again by the library, because peaks of two compilers do not lie on one line.
+        # The whole search uses one implementation of matrix products: if Triton refuses a batch in
+        # the middle, all batches are recompiled with the library, because peaks of two compilers do
+        # not lie on one line.
         def find(way: str) -> LargestBatch:
             def compile_batch(batch: int) -> PreflightEntry:
                 step, args = step_for_batch(batch)
@@ -211,7 +214,7 @@ class Preflight:
 
 
 preflight = Preflight()
-"""Will a step fit, on hardware that is not there?"""
+"""Find out whether a step fits on hardware that is not there."""
 
 
 def _cases(

@@ -1,10 +1,10 @@
-"""Define the errors that are raised when there is no answer, or a step does not fit."""
+"""Define the errors that are raised when no answer is possible, or a step does not fit."""
 
 
 class PreflightError(RuntimeError):
-    """There is no answer: a compiler is missing, the step cannot be lowered, a compile failed.
+    """No answer is possible: a compiler is missing, the step cannot be lowered, a compile failed.
 
-    The message says what was required, what came, and what to type.
+    The message says what was required, what was given, and what to type.
 
     Example:
         ```python

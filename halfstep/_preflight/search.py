@@ -14,11 +14,11 @@ _HEAD = (("batch", True), ("peak", True), ("verdict", False))
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LargestBatch(Report):
-    """The largest batch that fits, and all that was tried to find it.
+    """The largest batch that fits, and all batches that were tried to find it.
 
     Attributes:
         batch: The largest batch that fits.
-        entry: What the compiler says about that batch.
+        entry: The compiler's answer about that batch.
         tried: All batches that were compiled.
 
     Example:
@@ -46,7 +46,7 @@ class LargestBatch(Report):
     tried: dict[int, PreflightEntry]
 
     def named(self, variant: str) -> PreflightEntry:
-        """The entry under another name, to stand in a report beside others."""
+        """Return the entry under another name, for a report with other entries."""
         return dataclasses.replace(self.entry, variant=variant)
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class LargestBatch(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "batch": self.batch,
             "entry": self.entry.to_dict(),
@@ -87,9 +87,9 @@ def search(
 ) -> LargestBatch:
     """Find the largest multiple of `multiple_of` that fits.
 
-    Doubling finds one that fits and one that does not. Between them memory grows almost in a line,
-    so the next one tried is where that line meets the limit; where a compiler gave up and said no
-    figure, or when the line has led astray, it is the middle.
+    Doubling finds a batch that fits and one that does not. Between the two, memory grows almost
+    linearly, so the next batch tried is where the line meets the limit. If a compiler gave up and
+    gave no figure, or if the line was wrong before, the next batch is the middle.
     """
     tried: dict[int, PreflightEntry] = {}
 
@@ -122,9 +122,10 @@ def search(
             high = top + 1
         else:
             high = top
-    # A compile takes tens of seconds, and bisection one per bit of the answer; the line most often
-    # needs two. It is trusted while each round at least halves the bracket, as bisection would:
-    # memory has jumps where the compiler decides otherwise for a larger batch.
+    # A compile takes tens of seconds. Bisection needs one compile per bit of the answer, while the
+    # line most often needs two. The line is trusted while each round at least halves the bracket,
+    # as bisection would: memory has jumps where the compiler decides differently for a larger
+    # batch.
     straight = True
     while high - low > 1:
         width = high - low
@@ -132,7 +133,8 @@ def search(
         if straight:
             guess = _crossing(tried, low * multiple_of, high * multiple_of)
             if guess is not None:
-                # One below the guess and then one above it close the bracket if the line is right.
+                # If the line is right, a batch below the guess and then one above it close the
+                # bracket.
                 middle = min(max(guess // multiple_of, low + 1), high - 1)
         if fits(middle):
             low = middle
@@ -148,7 +150,7 @@ def search(
 
 
 def _crossing(tried: dict[int, PreflightEntry], low: int, high: int) -> int | None:
-    """The batch at which the line through two measured ones reaches the usable memory."""
+    """Return the batch at which the line through two compiled ones reaches the usable memory."""
     points = [(b, tried[b].peak_bytes) for b in (low, high) if b in tried]
     if len(points) < 2 or any(peak is None for _, peak in points):
         return None

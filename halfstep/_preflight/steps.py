@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class CompileOptions:
-    """The options that `preflight` and what builds on it share, as they were given, and checked."""
+    """The options that `preflight` and functions built on it share, as given, and checked."""
 
     donate_argnums: int | Sequence[int]
     mesh: MeshLike | None
@@ -76,10 +76,10 @@ def prepare(
     lowered: dict[tuple[str, tuple[int, int] | None], Program] = {}
     for accelerator in dict.fromkeys(target.accelerator for target in targets):
         platform, capability = accelerator.platform, accelerator.capability
-        # First of all: who has no compiler must not wait for a trace to learn it.
+        # This comes first: a user without the compiler must not wait for a trace to learn that.
         compiler_versions(platform)
-        # A program that did not ask for the generation is stored without one, and is for all of
-        # them.
+        # A program that did not ask for the GPU generation is stored without one, and is for all
+        # generations.
         program = lowered.get((platform, capability)) or lowered.get((platform, None))
         if program is None:
             with compiling_for(capability) as told:
@@ -121,7 +121,7 @@ def compile_prepared(
 
 
 def in_one_way(gemm: Gemm, target: Target, run: Callable[[str], _T]) -> _T:
-    """Run with one maker of matrix products throughout: only likes are compared."""
+    """Run with one implementation of matrix products throughout, so that results are comparable."""
     if gemm != "auto" or target.accelerator.platform != "cuda":
         return run(gemm)
     try:
@@ -130,5 +130,5 @@ def in_one_way(gemm: Gemm, target: Target, run: Callable[[str], _T]) -> _T:
         try:
             return run("library")
         except RefusedError:
-            # What the default compiler says is nearer to the cause than what the other one says.
+            # The default compiler's message is nearer to the cause than the library's.
             raise refused from None

@@ -1,4 +1,4 @@
-"""A traced program as a graph, and how the installed JAX writes its loops, branches and calls."""
+"""Represent traced programs as graphs, and read how JAX writes their loops, branches and calls."""
 
 from halfstep._program.control_flow import (
     as_linear_as_said as as_linear_as_said,

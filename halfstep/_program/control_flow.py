@@ -1,10 +1,10 @@
-"""The one table of how the installed JAX spells its structured primitives.
+"""Read how the installed JAX describes its structured primitives, in a single table.
 
-JAX describes each by parameters of its own and renames them between releases: `scan` counted its
+Each primitive has its own parameters, and JAX renames them between releases: `scan` counted its
 operands in `num_consts` and `num_carry` up to JAX 0.10, and describes them by the flat trees
-`ft_in` and `ft_out` since JAX 0.11. `autocast`, `explain`, `debug` and `preflight` ask this table
-and never look at those parameters themselves, so that a rename is one edit here.
-`tests/program/test_control_flow.py` walks every row against the installed JAX.
+`ft_in` and `ft_out` since JAX 0.11. `autocast`, `explain`, `debug` and `preflight` use this table
+and never read the parameters themselves, so that a rename needs one edit here.
+`tests/program/test_control_flow.py` checks every row of the table against the installed JAX.
 """
 
 import functools
@@ -43,7 +43,7 @@ class JaxVersionError(NotImplementedError):
 
 
 class _Parameters:
-    """The parameters of one operation; a missing one is said with the versions that have it."""
+    """The parameters of one operation; the error for a missing one says which JAX versions work."""
 
     def __init__(self, primitive: str, params: Mapping[str, Any]) -> None:
         self.primitive, self.params = primitive, params
@@ -57,7 +57,7 @@ class _Parameters:
         return self.params[name]
 
     def read(self, name: str, how: Callable[[Any], _T]) -> _T:
-        """What a parameter says, if it is of the form that is known."""
+        """Read a parameter with the given function; raise if the parameter has an unknown form."""
         value = self[name]
         try:
             return how(value)
@@ -77,9 +77,9 @@ def _scan(params: _Parameters) -> Scan:
     if "num_consts" in params:
         consts, carries = params["num_consts"], params["num_carry"]
     else:
-        # Since JAX 0.11 one flat tree of all operands, in three parts.
+        # Since JAX 0.11, one flat tree holds all operands, in three parts.
         consts, carries, _ = params.read("ft_in", lambda found: tuple(map(len, found.unpack())))
-    # Options of `jax.lax.scan` itself: the loop is made again by it, and should stay the same.
+    # These are options of `jax.lax.scan`, which rebuilds the loop: they keep the loop the same.
     options = {"unroll": params["unroll"]}
     if "_split_transpose" in params:
         options["_split_transpose"] = params["_split_transpose"]
@@ -110,7 +110,7 @@ def _jit(params: _Parameters) -> Jit:
 
 
 def _sharding(found: object) -> object:
-    # JAX's word for "not said" is private, and `jax.jit` takes `None` for it.
+    # JAX's marker for an unspecified sharding is private, and `jax.jit` takes `None` for it.
     return None if type(found).__name__ == "UnspecifiedValue" else found
 
 
@@ -121,7 +121,7 @@ def _remat(params: _Parameters) -> Remat:
         primitive: core.Primitive, func: Callable[..., Any], values: Sequence[Any]
     ) -> list[Any]:
         made = jax.make_jaxpr(func)(*values)
-        # Up to JAX 0.10 the equation holds an open function, since then one with its constants.
+        # Up to JAX 0.10 the equation holds an open function, and later a function with constants.
         kept = made if isinstance(held, type(made)) else made.jaxpr
         return bind_again(primitive, {**params.params, "jaxpr": kept}, values)
 
@@ -181,7 +181,7 @@ def _custom_vjp(params: _Parameters) -> CustomVjp:
         made = backward.call_wrapped(*given)
         if not isinstance(made, tuple):
             return made
-        # Since JAX 0.11 beside them what a rule of `defvjp_with_logs` writes down.
+        # Since JAX 0.11 a pair: the cotangents, and the logs of a rule of `defvjp_with_logs`.
         found, logs = made
         if logs is not None:
             raise NotImplementedError(
@@ -213,11 +213,11 @@ def _opaque(params: _Parameters) -> Opaque:
         # A dimension that is only known at run time counts as one block.
         grid = params.read("grid_mapping", lambda found: tuple(found.grid))
         blocks = math.prod(size for size in grid if isinstance(size, int))
-        # Not the functions in `grid_mapping`, which say where blocks lie.
+        # The functions in `grid_mapping` are left out: they only say where blocks lie.
         return Opaque(params.primitive, (params.read("jaxpr", closed),), blocks)
     if params.primitive != "call_hi_primitive":
         return Opaque(params.primitive, tuple(jaxprs_in(params.params)))
-    # One primitive for all operations that are written as classes (`jax.experimental.hijax`).
+    # All operations that are written as classes (`jax.experimental.hijax`) share one primitive.
     operation = params["_prim"]
     avals = params.read("_prim", lambda found: found.in_avals)
     function = jax.make_jaxpr(operation.expand)(*avals)
@@ -242,21 +242,21 @@ TABLE = MappingProxyType({name: read for kind, read in _ROWS for name in kind.na
 
 
 def structure_of(name: str, params: Mapping[str, Any]) -> Structure | None:
-    """What a primitive's parameters say; `None` for one that is not structured.
+    """Return the structure of a primitive, read from its parameters; `None` if it has none.
 
     Args:
         name: The name of the primitive.
         params: The parameters of one equation.
 
     Raises:
-        JaxVersionError: The installed JAX spells them in an unknown way.
+        JaxVersionError: If the installed JAX describes the primitive in an unknown way.
     """
     read = TABLE.get(name)
     return None if read is None else read(_Parameters(name, params))
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """All equations of a traced function and of every function inside it."""
+    """Yield all equations of a traced function and of every function inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in functions_in(equation.primitive.name, equation.params):
@@ -264,7 +264,7 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def functions_in(name: str, params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
-    """All functions that an operation holds, also one that is not in the table."""
+    """Yield all functions that an operation holds, even if the operation is not in the table."""
     found = structure_of(name, params)
     if found is None:
         yield from jaxprs_in(params)
@@ -275,25 +275,25 @@ def functions_in(name: str, params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
 def bind_again(
     primitive: core.Primitive, params: Mapping[str, Any], operands: Sequence[Any]
 ) -> list[Any]:
-    """Run a primitive on operands, with parameters as an equation has them."""
-    # An equation holds functions as traced ones, and `bind` of some primitives wants them callable:
-    # the primitive itself knows how to go back.
+    """Run a primitive on operands, with the parameters of an equation."""
+    # An equation holds traced functions, and `bind` of some primitives needs callables. The
+    # primitive itself knows how to convert them back.
     results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))
     return list(results) if primitive.multiple_results else [results]
 
 
 def as_linear_as_said(params: Mapping[str, Any], operands: int) -> dict[str, Any]:
-    """Return the parameters of a `custom_linear_solve` whose solvers keep what is not finite.
+    """Return the parameters of a `custom_linear_solve` whose solvers pass on non-finite values.
 
     The solution for a right-hand side with an infinity or a NaN is not finite. Conjugate gradients
-    and similar solvers return zeros for it: they start from zeros and iterate while the residual is
-    larger than a tolerance, and no comparison with an infinite tolerance or with NaN holds. An
+    and similar solvers return zeros instead: they start from zeros and iterate while the residual
+    is larger than a tolerance, and no comparison with an infinite tolerance or with NaN holds. An
     overflow of float16 before the solve would then go unnoticed, and the step would be taken with a
     wrong gradient instead of being skipped.
 
     Args:
-        params: As an equation has them.
-        operands: How many operands the equation has.
+        params: The parameters of an equation.
+        operands: The number of operands of the equation.
     """
     found = _Parameters("custom_linear_solve", params)
     sides = operands - found.read("const_lengths", sum)
@@ -301,8 +301,8 @@ def as_linear_as_said(params: Mapping[str, Any], operands: int) -> dict[str, Any
     def kept(solver: ClosedJaxpr) -> ClosedJaxpr:
         def solve(*args: Any) -> list[Any]:
             results = core.jaxpr_as_fun(solver)(*args)
-            # Zero, or NaN: a linear function, as JAX transposes it. Where a batch is solved as one
-            # system, all rows become NaN.
+            # Each is zero or NaN, by a linear function, because JAX transposes it. Where a batch is
+            # solved as one system, all rows become NaN.
             zeros = [jnp.sum(0 * side) for side in args[-sides:]]
             wrong = functools.reduce(operator.add, zeros)
             solved = [result + wrong.astype(result.dtype) for result in results[:sides]]

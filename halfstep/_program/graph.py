@@ -1,4 +1,4 @@
-"""A traced function as a flat graph: calls inlined, every value numbered."""
+"""Flatten a traced function into a graph: inline its calls and number every value."""
 
 import contextlib
 import dataclasses
@@ -54,29 +54,29 @@ class Node:
         return self.primitive.name
 
     def in_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """What runs in here has this operation's line and scopes."""
+        """Return a context in which everything that runs has this operation's line and scopes."""
         source = self.source
         return source_info_util.user_context(
             source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
         )
 
-    # Read once: every pass over a program asks for it, and `explain` for each operation.
+    # Read once: every pass over a program needs it, and `explain` needs it for each operation.
     @functools.cached_property
     def structure(self) -> Structure | None:
         """The functions that the operation holds, and how it calls them; `None` for most."""
         return structure_of(self.name, self.params)
 
     def structured(self, *kinds: type[_S]) -> _S:
-        """The structure of an operation that is known to be of one of some kinds."""
+        """Return the structure of an operation that is known to be of one of the given kinds."""
         if not isinstance(self.structure, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            # Only what the table says is a loop is asked for its body.
+            # Callers ask for the body of a loop only if the table says that it is a loop.
             raise TypeError(f"{wanted} is needed, got the operation `{self.name}`")
         return self.structure
 
     @property
     def scope(self) -> str:
-        """The named scopes that it is in, outermost first, with `/` between them."""
+        """The named scopes that the operation is in, outermost first, with `/` between them."""
         own = str(self.source.name_stack)
         return plain_scope("/".join(part for part in (self.outer, own) if part))
 
@@ -90,11 +90,11 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[Operand, ...]
     avals: tuple[Any, ...]
-    """What each value is, by its number."""
+    """The shape and dtype of each value, by its number."""
 
     @functools.cached_property
     def users(self) -> tuple[frozenset[int], ...]:
-        """Of each value, the operations that use it."""
+        """For each value, the operations that use it."""
         found: list[set[int]] = [set() for _ in self.avals]
         for index, node in enumerate(self.nodes):
             for operand in node.ins:
@@ -109,7 +109,7 @@ class Graph:
 
     @functools.cached_property
     def makers(self) -> tuple[int | None, ...]:
-        """Of each value, the operation that makes it."""
+        """For each value, the operation that makes it."""
         found: list[int | None] = [None] * len(self.avals)
         for index, node in enumerate(self.nodes):
             for number in node.outs:
@@ -117,16 +117,16 @@ class Graph:
         return tuple(found)
 
     def maker(self, operand: Operand) -> int | None:
-        """The operation that makes a value, if one of the graph does."""
+        """Return the operation that makes a value; `None` if no operation of the graph does."""
         return None if isinstance(operand, Constant) else self.makers[operand]
 
     def aval(self, operand: Operand) -> Any:
-        """Shape and dtype of an operand, as traced."""
+        """Return the shape and dtype of an operand, as traced."""
         return operand.aval if isinstance(operand, Constant) else self.avals[operand]
 
 
 def graph_of(function: ClosedJaxpr, scope: str = "") -> Graph:
-    """Flatten a traced function, which is in a scope."""
+    """Flatten a traced function; `scope` holds the scopes that the whole function is in."""
     builder = _Builder(scope)
     inputs = tuple(builder.new(var.aval) for var in function.jaxpr.invars)
     outputs = builder.inline(function.jaxpr, function.consts, inputs, None)
@@ -140,10 +140,10 @@ def graph_of(function: ClosedJaxpr, scope: str = "") -> Graph:
 
 
 def _live(nodes: Sequence[Node], outputs: Sequence[Operand]) -> tuple[Node, ...]:
-    """The operations whose results are read, or that have an effect.
+    """Return the operations whose results are read, or that have an effect.
 
     JAX drops all others when it differentiates a jitted function or a loop, and so never asks for
-    their derivatives or their rules for `vmap`, which some have not.
+    their derivatives or their rules for `vmap`, which some of them do not have.
     """
     needed = {operand for operand in outputs if not isinstance(operand, Constant)}
     kept: list[Node] = []
@@ -155,7 +155,7 @@ def _live(nodes: Sequence[Node], outputs: Sequence[Operand]) -> tuple[Node, ...]
 
 
 def is_of_jax(jaxpr: core.Jaxpr) -> bool:
-    """Whether a traced function is one of JAX's own."""
+    """Return whether a traced function is one of JAX's own."""
     name = getattr(jaxpr.debug_info, "func_filename", None)
     return name is not None and name.startswith(_JAX)
 
@@ -180,7 +180,7 @@ class _Builder:
         caller: source_info_util.SourceInfo | None = None,
     ) -> list[Operand]:
         # Values are numbered over all functions that are inlined. JAX's variables will not do: a
-        # function that is called twice has the same ones both times.
+        # function that is called twice has the same variables both times.
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, ins, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             number = self.new(var.aval)
@@ -195,15 +195,15 @@ class _Builder:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             source = equation.source_info
-            # The scopes of an inlined function begin where it is called: without those of the call,
-            # a rule for `decoder/head` would not find what a jitted layer does in there.
+            # The scopes of an inlined function begin at its call. Without the scopes of the call, a
+            # rule for `decoder/head` would not match the operations of a jitted layer in there.
             if outer is not None:
                 source = source.replace(name_stack=outer.name_stack + source.name_stack)
             if caller is not None:
                 source = source.replace(traceback=caller.traceback)
             if (inner := _inlined(equation)) is not None:
-                # JAX keeps what it has traced of its own functions: their lines are those of the
-                # first call, wherever it was.
+                # JAX caches the traces of its own functions: their lines are those of the first
+                # call, wherever that call was.
                 line = source if is_of_jax(inner.jaxpr) else None
                 results = self.inline(inner.jaxpr, inner.consts, operands, source, line)
                 env.update(zip(equation.outvars, results, strict=True))
@@ -225,38 +225,38 @@ class _Builder:
 
 
 def _orders(effect: object) -> bool:
-    """Whether an effect must keep its place among others."""
-    # To know an axis of the mesh is an effect for JAX, of collectives and of `axis_index`. It has
-    # no public name, and orders nothing.
+    """Return whether an effect must keep its place among others."""
+    # JAX gives collectives and `axis_index` an effect for using an axis of the mesh. This effect
+    # has no public name, and it orders nothing.
     return type(effect).__name__ != "NamedAxisEffect"
 
 
 # Most calls are JAX's own (`jnp.where`, `jax.nn.relu` and the like are jitted). Were they left as
 # calls, no decision about an operation could look at what comes before and after it.
 def _inlined(equation: core.JaxprEqn) -> ClosedJaxpr | None:
-    """The function of a call that is nothing but its inside."""
+    """Return the function of a plain call; `None` for all other operations."""
     if equation.primitive.name not in Jit.names:
         return None
     call = structure_of(equation.primitive.name, equation.params)
-    # A call that says where its values lie is left as it is.
+    # A call that specifies shardings is left as it is.
     return call.function if isinstance(call, Jit) and call.is_only_a_call else None
 
 
 def size(aval: object) -> int:
-    """How many elements a value has.
+    """Return the number of elements of a value.
 
-    A dimension that has no number yet, as `jax.export` has them, counts as if it were a usual
-    batch: sizes are compared with each other, to tell a row from what it is spread over.
+    A symbolic dimension, such as `jax.export` makes, counts as if it were a usual batch: sizes are
+    compared with each other, to tell a row from the array that it is broadcast to.
     """
     shape = getattr(aval, "shape", ())
     return math.prod(dim if isinstance(dim, int) else _USUAL_BATCH for dim in shape)
 
 
 def is_scalar_literal(operand: Operand) -> bool:
-    """Whether an operand is a number written into the program."""
+    """Return whether an operand is a number written into the program."""
     return isinstance(operand, Constant) and np.ndim(operand.value) == 0
 
 
 def is_traced(value: object) -> bool:
-    """Whether a value is one of an outer trace, of which only shape and dtype are known."""
+    """Return whether a value belongs to an outer trace: only its shape and dtype are known."""
     return isinstance(value, Tracer)

@@ -1,15 +1,16 @@
-"""Run a traced program again, operation by operation, with a rule of one's own.
+"""Run a traced program again, operation by operation, with another rule for each operation.
 
 `autocast`, `debug.record` and `debug.compare` are interpreters: each walks the graph of a function
-and runs every operation in its own way. What all of them must get right is the same, and is here:
-the order of operations, the line and scopes that each keeps, and how a loop, a branch, a call or a
-`shard_map` runs again with other functions inside.
+and runs every operation in its own way. This module holds the parts that all of them share: the
+order of operations, the line and scopes that each operation keeps, and how a loop, a branch, a call
+or a `shard_map` runs again with other functions inside.
 
-Two things differ between them. A *value* is what an interpreter has for one value of the program:
-an array, or a pair of arrays (the policy's and that of float32), which is a pytree, so that JAX's
-loops carry it as they carry an array. And an inner function may hand out something *beside* its
-results, such as the rows of a record, which the turns of a loop, the branches of a `cond` and the
-shards of a `shard_map` put together in ways that only the interpreter knows.
+Interpreters differ in two things. A *value* is what an interpreter has for one value of the
+program: an array, or a pair of arrays (the policy's and float32's). The pair is a pytree, so that
+JAX's loops carry it as they carry an array. An inner function may also return an *extra output*
+(`beside`) in addition to its results, such as the rows of a record. Only the interpreter knows how
+to combine the extra outputs of the iterations of a loop, the branches of a `cond` and the shards of
+a `shard_map`.
 """
 
 import abc
@@ -50,19 +51,19 @@ class Interpreter(abc.ABC, Generic[_Value]):
 
     @abc.abstractmethod
     def bind(self, index: int, operands: Sequence[_Value]) -> Iterable[_Value]:
-        """Run one operation: the rule that makes an interpreter what it is."""
+        """Run one operation by the interpreter's own rule."""
 
     def constant(self, value: Any) -> Any:
         """Return what the interpreter has for a value that is written into the program."""
         return value
 
     def operand(self, operand: Operand, index: int) -> _Value:
-        """An operand as one operation takes it."""
+        """Return an operand in the form in which one operation takes it."""
         del index
         return self.read(operand)
 
     def read(self, operand: Operand) -> _Value:
-        """A value that has been made, was given, or is written into the program."""
+        """Return a value that was computed, was given, or is written into the program."""
         if isinstance(operand, Constant):
             return self.constant(operand.value)
         return self.values[operand]
@@ -72,7 +73,7 @@ class Interpreter(abc.ABC, Generic[_Value]):
         self.values[number] = value
 
     def enter(self, values: Sequence[_Value]) -> None:
-        """Begin with the inputs of the function."""
+        """Write the constants and the inputs of the function."""
         for number, value in self.graph.constants:
             self.write(number, self.constant(value))
         for number, value in zip(self.graph.inputs, values, strict=True):
@@ -85,7 +86,7 @@ class Interpreter(abc.ABC, Generic[_Value]):
             self.step(index)
 
     def step(self, index: int) -> None:
-        """Run one operation on what has been made, with its own line and scopes."""
+        """Run one operation on the values so far, with its own line and scopes."""
         node = self.graph.nodes[index]
         with node.in_scope():
             operands = [self.operand(operand, index) for operand in node.ins]
@@ -97,8 +98,8 @@ class Interpreter(abc.ABC, Generic[_Value]):
 class Inside(abc.ABC, Generic[_Value, _Beside]):
     """How an interpreter runs the functions inside one operation.
 
-    The methods after `run` have an answer for interpreters whose values are arrays and that hand
-    nothing out beside them; the others override what they need.
+    The methods after `run` have defaults for interpreters whose values are arrays and that have no
+    extra outputs. Other interpreters override the methods that they need.
     """
 
     def __init__(self, node: Node) -> None:
@@ -108,60 +109,61 @@ class Inside(abc.ABC, Generic[_Value, _Beside]):
     def run(
         self, number: int, values: Sequence[_Value], state: PyTree
     ) -> tuple[Sequence[_Value], _Beside]:
-        """Run one of the functions: the body of a loop, a branch, what is called.
+        """Run one of the functions: the body of a loop, a branch, or a called function.
 
         Args:
-            number: Of the function, among those that are more than a loop's test.
-            values: Of its inputs.
-            state: What the interpreter handed in beside the operands, for this turn or branch.
+            number: The number of the function; a loop's test is not counted.
+            values: The values of its inputs.
+            state: The interpreter's state for this iteration or branch.
         """
 
     def goes_on(self, values: Sequence[_Value]) -> jax.Array:
-        """Whether a `while` takes another turn, given the test's constants and the carries."""
+        """Return whether a `while` goes on, given the test's constants and the carries."""
         return jaxpr_as_fun(self.node.structured(While).test)(*values)[0]
 
     def choice(self, value: _Value) -> Any:
-        """Which branch of a `cond` runs."""
+        """Return which branch of a `cond` runs."""
         return value
 
     def call(
         self, structure: Structure, operands: Sequence[_Value], state: PyTree
     ) -> tuple[Sequence[_Value], _Beside]:
-        """Run a call that is more than a call when it is differentiated or mapped.
+        """Run a call that JAX treats specially when it is differentiated or mapped.
 
-        Here it is only that: an interpreter that is not differentiated has no use for the rest.
+        By default the function is only called: an interpreter that is not differentiated does not
+        need the rest.
         """
         del structure
         return self.run(0, operands, state)
 
-    # How what several runs hand out beside their results becomes one.
+    # These methods combine the extra outputs of several runs into one.
 
     def of_turns(self, loop: Scan, beside: _Beside) -> _Beside:
-        """All turns of a `scan`, stacked."""
+        """Combine the extra outputs of all iterations of a `scan`, which are stacked."""
         del loop
         return beside
 
     def before_turns(self, shapes: Callable[[], _Beside]) -> Any:
-        """What a `while` carries for it before the first turn; `shapes` traces one turn."""
+        """Return the extra carry with which a `while` begins; `shapes` traces one iteration."""
         del shapes
         return ()
 
     def after_turn(self, before: Any, beside: _Beside) -> Any:
-        """The same after one more turn."""
+        """Return the extra carry of a `while` after one more iteration."""
         del beside
         return before
 
     def after_turns(self, last: Any) -> _Beside:
-        """All turns of a `while`."""
+        """Return the extra output of all iterations of a `while`, given the last extra carry."""
         return last
 
     def of_branch(self, number: int, beside: _Beside, shapes: Callable[[int], _Beside]) -> _Beside:
-        """One branch, in the form that all branches share; `shapes` traces another branch."""
+        """Give the extra output of a branch the form that all share; `shapes` traces a branch."""
         del number, shapes
         return beside
 
     def of_shards(self, beside: _Beside) -> _Beside:
-        """All shards of a `shard_map`, with an axis of shards in front."""
+        """Combine the extra outputs of all shards, which have an axis of shards in front."""
         return beside
 
 
@@ -171,13 +173,14 @@ def run_inside(
     """Run an operation that holds functions, in the way of an interpreter.
 
     Args:
-        inside: How its functions are run.
-        operands: Of the operation.
-        state: Handed to the functions beside the operands: a `scan` slices it by turns, a `cond`
-            takes one for each branch, and what reaches no state is given `None`.
+        inside: How the functions of the operation are run.
+        operands: The operands of the operation.
+        state: The interpreter's state, passed to the functions in addition to the operands. A
+            `scan` slices it by iterations, and a `cond` takes one state for each branch. Functions
+            that no state reaches are given `None`.
 
     Returns:
-        Its results, and what its functions have handed out beside theirs.
+        The results of the operation, and the extra output of its functions.
     """
     structure = inside.node.structured(*_RUNNERS)
     results, beside = _RUNNERS[type(structure)](inside, structure, operands, state)
@@ -200,7 +203,7 @@ def _scan(inside: Inside[Any, Any], loop: Scan, operands: Sequence[Any], state: 
 
 
 def _while(inside: Inside[Any, Any], loop: While, operands: Sequence[Any], state: PyTree) -> Any:
-    # A `while` has no number of iterations by which state could be sliced.
+    # A `while` has no known number of iterations by which state could be sliced.
     del state
     of_test, of_body, init = loop.split(operands)
 
@@ -224,8 +227,9 @@ def _cond(inside: Inside[Any, Any], cond: Cond, operands: Sequence[Any], state: 
     def run(number: int, values: Sequence[Any]) -> Any:
         return inside.run(number, values, None if state is None else state[number])
 
-    # All branches return the same structure, so one that hands out rows of its own needs room for
-    # those of the others. Only an interpreter that asks pays for it: it traces branches twice.
+    # All branches return the same structure, so a branch that returns its own rows needs room for
+    # the rows of the others. Only an interpreter that calls `shapes` pays for this, by tracing
+    # branches twice.
     @functools.cache
     def shapes(number: int) -> Any:
         return jax.eval_shape(functools.partial(run, number), values)[1]
@@ -246,20 +250,20 @@ def _jit(inside: Inside[Any, Any], call: Jit, operands: Sequence[Any], state: Py
         results, beside = inside.run(0, values, state)
         return tuple(results), beside
 
-    # `None`: the compiler decides where what is handed out beside the results lies.
+    # `None`: the compiler chooses the sharding of the extra outputs.
     return call.bind(func, *operands, more=(None,))
 
 
 def _shard_map(
     inside: Inside[Any, Any], mapped: ShardMap, operands: Sequence[Any], state: PyTree
 ) -> Any:
-    # State would need specs of its own, which the user's `shard_map` does not have.
+    # State would need its own specs, which the user's `shard_map` does not have.
     del state
 
     def func(*values: Any) -> Any:
         results, beside = inside.run(0, values, None)
-        # Every shard hands out its own: a new axis in front, divided over all axes of the mesh that
-        # the program maps over, keeps them apart.
+        # Every shard returns its own extra output. A new axis in front, divided over all axes of
+        # the mesh that the program maps over, keeps them apart.
         return tuple(results), jax.tree.map(lambda leaf: leaf[None], beside)
 
     out_specs = (mapped.out_specs, PartitionSpec(mapped.axes))

@@ -1,4 +1,4 @@
-"""Where in the user's code an operation is written."""
+"""Find the line of the user's code in which an operation is written."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from halfstep._base import OWN_FILE, Traceback
 
-# What the user calls, and whose lines say nothing to them.
+# Libraries that the user calls. Lines inside them tell the user nothing.
 _LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
 _JAX = ("jax", "jaxlib", "numpy")
 
@@ -51,12 +51,12 @@ class Finder:
         self._found: dict[int, tuple[Traceback | None, tuple[Source, ...]]] = {}
 
     def find(self, traceback: Traceback | None) -> Source:
-        """The line of the user's; of a library's, if only libraries are there."""
+        """Return the user's line, or a library's line if there are only libraries."""
         return next(iter(self.calls(traceback)), UNKNOWN)
 
     def calls(self, traceback: Traceback | None) -> tuple[Source, ...]:
-        """The same line and those of the calls that led there, the innermost first."""
-        # The traceback is kept, so that no other one comes to have its number.
+        """Return the line that `find` returns and the calls that led there, innermost first."""
+        # The traceback is kept alive, so that no other traceback gets the same `id`.
         known = self._found.get(id(traceback))
         if known is None:
             frames = traceback.frames if traceback is not None else ()
@@ -67,7 +67,7 @@ class Finder:
         return known[1]
 
     def choose(self, frames: Sequence[Frame]) -> Source:
-        """The line of the user's among frames, the innermost first."""
+        """Return the user's line among frames that begin with the innermost."""
         return next(iter(self._calls(frames)), UNKNOWN)
 
     def _calls(self, frames: Sequence[Frame]) -> tuple[Source, ...]:
@@ -82,11 +82,12 @@ class Finder:
         if file == OWN_FILE:
             return True
         # Code that libraries make at run time, such as dataclasses' `<string>`, is not the user's;
-        # what is typed into a prompt or a notebook is.
+        # code that is typed into a prompt or a notebook is.
         if file.startswith("<") and not file.startswith(("<stdin", "<ipython")):
             return True
         if any(part in file for part in ("/site-packages/", "/dist-packages/")):
-            # Installed packages lie in the standard library's folder: it does not count for them.
+            # Installed packages lie inside the standard library's folder, so that folder does not
+            # count for them.
             return file.startswith(self._jax[:-1])
         return file.startswith(self._jax)
 
@@ -109,15 +110,15 @@ def _relative(file: str) -> str:
 
 
 def _cell(file: str) -> str:
-    """What a notebook calls the cell that IPython compiled as this file: `In[3]`; or nothing."""
+    """Return the name of the notebook cell that is compiled as a file, `In[3]`; "" if none is."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    # Shells that are older, or not IPython's own, do not tell.
+    # Older shells, and shells that are not IPython's own, do not have this method.
     tell = getattr(getattr(shell, "compile", None), "format_code_name", None)
     said = tell(file) if tell is not None else None
     return str(said[1]) if said else ""
 
 
 def _function(name: str) -> str:
-    # The inside of a function has its own name behind `<locals>`.
+    # The own name of a function inside a function comes after `<locals>`.
     return name.rpartition("<locals>.")[2]

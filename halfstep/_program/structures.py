@@ -1,8 +1,8 @@
-"""Structured primitives in halfstep's own words: the functions inside, and how they are called.
+"""Describe structured primitives: the functions inside them, and how these are called.
 
 A structured primitive holds functions: loops, branches, calls, custom derivatives, kernels.
-Nothing in this file depends on how JAX spells their parameters; `control_flow.py` reads those and
-makes these objects.
+Nothing in this file depends on how JAX names their parameters; `control_flow.py` reads the
+parameters and makes these objects.
 """
 
 import abc
@@ -21,27 +21,27 @@ _T = TypeVar("_T")
 _B = TypeVar("_B")
 
 
-# Compared by identity, all of them: two traced functions are never equal for JAX, and to compare
-# their parameters would compare arrays.
+# All classes here are compared by identity: two traced functions are never equal for JAX, and
+# comparing their parameters would compare arrays.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inner:
-    """A function inside an operation, and what its inputs are outside."""
+    """A function inside an operation, and where its inputs come from."""
 
     function: ClosedJaxpr
     label: str
-    """The words for it in reports: `scan x12`, `branch 1`, `jit`."""
+    """The name of the function in reports: `scan x12`, `branch 1`, `jit`."""
     operands: tuple[int, ...] | None
-    """The operand of the operation that each input is, for a carry in the first iteration; `None`
-    where JAX does not say."""
+    """The operand of the operation that each input takes; a carry takes it in the first iteration.
+    `None` where JAX does not say."""
     carried: range = range(0)
-    """Inputs that are results of the iteration before: number `i` of these is result `i`."""
+    """Inputs that are results of the previous iteration: number `i` of these is result `i`."""
     sliced: range = range(0)
-    """Inputs that every iteration sees one slice of."""
+    """Inputs that are sliced: every iteration sees one slice."""
     times: int = 1
     """How often one run of the operation calls the function, as far as the program says."""
     is_loop: bool = False
     is_test: bool = False
-    """Whether it only decides whether a loop goes on."""
+    """Whether the function only decides whether a loop goes on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,11 +51,11 @@ class Structure(abc.ABC):
     names: ClassVar[tuple[str, ...]] = ()
     """The names of the primitive, in any supported JAX."""
     is_opaque: ClassVar[bool] = False
-    """Whether it runs as it is written: nothing inside it is rewritten or recorded."""
+    """Whether the primitive runs as written: nothing inside it is rewritten or recorded."""
 
     @abc.abstractmethod
     def inner(self) -> tuple[Inner, ...]:
-        """The functions inside, in the order in which they are written."""
+        """Return the functions inside, in the order in which they are written."""
 
 
 # Loops and branches.
@@ -68,15 +68,15 @@ class Scan(Structure):
     names: ClassVar = ("scan",)
     body: ClosedJaxpr
     consts: int
-    """How many operands every iteration sees whole; they come first."""
+    """The number of operands that every iteration sees whole; they come first."""
     carries: int
-    """How many are carried from one iteration to the next; the rest is sliced."""
+    """The number of operands carried from one iteration to the next; the rest are sliced."""
     length: int
     reverse: bool
     options: Mapping[str, Any]
 
     def inner(self) -> tuple[Inner, ...]:
-        """The body."""
+        """Return the body."""
         count, first = len(self.body.jaxpr.invars), self.consts + self.carries
         return (
             Inner(
@@ -91,14 +91,14 @@ class Scan(Structure):
         )
 
     def split(self, values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
-        """Operands as constants, carries and what is sliced."""
+        """Split the operands into constants, carries and sliced operands."""
         first, second = self.consts, self.consts + self.carries
         return values[:first], values[first:second], values[second:]
 
     def bind(self, body: Callable[..., Any], init: object, xs: object) -> Any:
         """Run another body in the same loop."""
-        # By the public function, and not by the primitive: the other body's carries may have other
-        # dtypes, and `scan` traces it and checks them.
+        # This calls the public function and not the primitive: the other body's carries may have
+        # other dtypes, and `scan` traces the body and checks them.
         return jax.lax.scan(
             body, init, xs, length=self.length, reverse=self.reverse, **self.options
         )
@@ -112,12 +112,12 @@ class While(Structure):
     test: ClosedJaxpr
     body: ClosedJaxpr
     test_consts: int
-    """How many operands only the test sees; they come first."""
+    """The number of operands that only the test sees; they come first."""
     body_consts: int
-    """How many only the body sees; the carries follow."""
+    """The number of operands that only the body sees; the carries follow."""
 
     def inner(self) -> tuple[Inner, ...]:
-        """The test and the body."""
+        """Return the test and the body."""
         tests, first = self.test_consts, self.test_consts + self.body_consts
         carries = range(first, first + len(self.body.jaxpr.outvars))
         return (
@@ -139,7 +139,7 @@ class While(Structure):
         )
 
     def split(self, values: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T], Sequence[_T]]:
-        """Operands as the constants of the test, those of the body, and carries."""
+        """Split the operands into the test's constants, the body's constants, and carries."""
         first, second = self.test_consts, self.test_consts + self.body_consts
         return values[:first], values[first:second], values[second:]
 
@@ -150,13 +150,13 @@ class While(Structure):
 
         `vmap` of a loop whose test depends on the data makes a test with a result for each element
         of the batch, which `while_loop` does not take. The loop then runs until no element goes on,
-        and those that have ended stay as they are.
+        and elements that have ended stay as they are.
 
         Args:
             test: Whether the loop goes on, given the carries.
             body: The next carries and the next `more`, given both.
             init: The first carries.
-            more: What is carried beside them, of the loop as a whole and not of one element.
+            more: Values to carry in addition, for the loop as a whole and not per element.
         """
         # JAX's own primitive takes such a test, and its public function does not.
         (tested,) = self.test.jaxpr.outvars
@@ -191,14 +191,14 @@ class Cond(Structure):
     branches: tuple[ClosedJaxpr, ...]
 
     def inner(self) -> tuple[Inner, ...]:
-        """The branches; the first operand says which one runs."""
+        """Return the branches; the first operand says which one runs."""
         return tuple(
             Inner(branch, f"branch {number}", tuple(range(1, 1 + len(branch.jaxpr.invars))))
             for number, branch in enumerate(self.branches)
         )
 
     def bind(self, index: ArrayLike, branches: Sequence[Callable[..., Any]], *values: Any) -> Any:
-        """Run other branches by the same choice."""
+        """Run other branches, chosen by the same index."""
         return jax.lax.switch(index, branches, *values)
 
 
@@ -213,13 +213,13 @@ class _SingleCall(Structure):
     name: str
 
     def inner(self) -> tuple[Inner, ...]:
-        """The function that is called."""
+        """Return the function that is called."""
         return (Inner(self.function, self.name, tuple(range(len(self.function.jaxpr.invars)))),)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Jit(_SingleCall):
-    """`jax.jit` and the calls that JAX makes of it."""
+    """`jax.jit`, and the other plain calls that JAX makes."""
 
     names: ClassVar = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
     in_shardings: tuple[Any, ...]
@@ -228,16 +228,16 @@ class Jit(_SingleCall):
 
     @property
     def is_only_a_call(self) -> bool:
-        """Whether the call says nothing about where its values lie."""
+        """Whether the call specifies no shardings."""
         return all(found is None for found in (*self.in_shardings, *self.out_shardings))
 
     def bind(self, func: Callable[..., Any], *values: Any, more: tuple[Any, ...] = ()) -> Any:
-        """Call another function on values that lie in the same places.
+        """Call another function with the same shardings.
 
         Args:
-            func: Returns what the call returns.
+            func: A function that returns what the call returns.
             *values: The operands.
-            more: Shardings of what it returns beside that; it then returns a tuple of both.
+            more: Shardings of additional results; `func` then returns a tuple of both.
         """
         # Shardings follow the structure of what is returned: a pair if there is more.
         outs: Any = self.out_shardings
@@ -257,12 +257,12 @@ class Remat(_SingleCall):
     bind_as_traced: Callable[[Any, Callable[..., Any], Sequence[Any]], list[Any]]
     """Runs another function in the same equation, given the primitive, the function and operands.
 
-    For an equation that is differentiated already: `jax.checkpoint` would make a new one, and XLA
-    would find out that it computes the same as the forward pass.
+    This is for an equation that is differentiated already: `jax.checkpoint` would make a new
+    equation, and XLA would notice that it computes the same as the forward pass.
     """
 
     def checkpoint(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Another function, recomputed in the same way."""
+        """Wrap another function so that it is recomputed in the same way."""
         return jax.checkpoint(func, prevent_cse=self.prevent_cse, policy=self.policy)
 
 
@@ -276,12 +276,12 @@ class ShardMap(_SingleCall):
     out_specs: tuple[Any, ...]
     check_vma: bool
     manual_axes: frozenset[str]
-    """The axes of the mesh that it maps over."""
+    """The axes of the mesh that `shard_map` maps over."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The same in the order of the mesh."""
-        # A set has no order of its own, and every process has to name the axes in the same one.
+        """The manual axes, in the order of the mesh."""
+        # A set has no order, and every process has to name the axes in the same order.
         return tuple(name for name in self.mesh.axis_names if name in self.manual_axes)
 
     def bind(
@@ -308,19 +308,19 @@ class CustomVmap(_SingleCall):
 
     names: ClassVar = ("custom_vmap_call",)
     rule: Callable[[int, Sequence[bool], Sequence[Any]], tuple[Sequence[Any], Sequence[bool]]]
-    """Maps the function over an axis, which is the first one: given the axis' size, which operands
-    have it, and the operands, it makes the results, and says which of them have it."""
+    """Maps the function over the first axis. Given the size of the axis, which operands have the
+    axis, and the operands, it returns the results and which of them have the axis."""
 
     def bind(
         self, func: Callable[..., Any], rule: Callable[..., tuple[Any, Any]], *values: Any
     ) -> Any:
-        """Call another function that is mapped by another rule."""
+        """Call another function, with another rule for `vmap`."""
         made = jax.custom_batching.custom_vmap(func)
         made.def_vmap(lambda size, is_mapped, *values: rule(size, is_mapped, values))
         return made(*values)
 
 
-# Derivatives of their own.
+# Calls with custom derivatives.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -329,11 +329,11 @@ class CustomJvp(_SingleCall):
 
     names: ClassVar = ("custom_jvp_call",)
     consts: int
-    """How many operands the function closes over; its rule is not told about them."""
+    """The number of operands that the function closes over; its rule does not get them."""
     symbolic_zeros: bool
     rule: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Sequence[bool]]]
-    """Traces the rule, given which tangents are zero: results and tangents, and which of those
-    are zero and left out."""
+    """Traces the rule, given which tangents are zero. The traced rule returns results and tangents;
+    the flags say which tangents are zero and left out."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -342,18 +342,19 @@ class CustomVjp(_SingleCall):
 
     names: ClassVar = ("custom_vjp_call",)
     consts: int
-    """How many operands the function closes over; its rules are not told about them."""
+    """The number of operands that the function closes over; its rules do not get them."""
     symbolic_zeros: bool
     forward: Callable[[Sequence[bool]], ClosedJaxpr]
-    """Traces the forward rule, given which operands are differentiated: residuals and results."""
+    """Traces the forward rule, given which operands are differentiated. The traced rule returns
+    residuals and results."""
     forwarded: Callable[[], Sequence[int | None]]
-    """Of each residual the operand that it is, or `None` for one that the forward rule makes. Known
+    """For each residual, the operand that it is, or `None` if the forward rule computes it. Known
     once the forward rule has been traced."""
     backward: Callable[..., Sequence[Any]]
     """The backward rule on residuals and cotangents."""
 
 
-# What JAX has opaque rules for, and leaves its inside alone.
+# Operations that JAX has opaque rules for. Their inside is left alone.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -365,7 +366,7 @@ class LinearSolve(Structure):
     functions: tuple[tuple[str, ClosedJaxpr], ...]
 
     def inner(self) -> tuple[Inner, ...]:
-        """Matrix-vector products and solvers, as far as they are given."""
+        """Return the matrix-vector products and solvers that are given."""
         return tuple(
             Inner(function, f"linear_solve, {name}", None) for name, function in self.functions
         )
@@ -373,7 +374,7 @@ class LinearSolve(Structure):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opaque(Structure):
-    """A kernel, or a call whose rules are its own: it runs as it is written."""
+    """A kernel, or a call with its own rules, which runs as written."""
 
     names: ClassVar = (
         *("pallas_call", "core_map", "run_state"),
@@ -384,10 +385,10 @@ class Opaque(Structure):
     label: str
     functions: tuple[ClosedJaxpr, ...]
     times: int = 1
-    """How often they run: for a kernel as often as its grid has blocks."""
+    """How often the functions run: for a kernel, once for each block of its grid."""
 
     def inner(self) -> tuple[Inner, ...]:
-        """What runs in it."""
+        """Return the functions that run inside."""
         return tuple(
             Inner(function, self.label, None, times=self.times) for function in self.functions
         )

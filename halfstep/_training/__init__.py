@@ -1,4 +1,4 @@
-"""A training step: gradients, loss scaling, the verdict, and the update or its omission."""
+"""Take a training step: gradients, loss scaling, the verdict, and the update or the skip."""
 
 from halfstep._training.collective import vary as vary
 from halfstep._training.f8_scaling import (

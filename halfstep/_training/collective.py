@@ -1,4 +1,4 @@
-"""Agreement between shards: one verdict and one sum over named mesh axes, inside `shard_map`."""
+"""Agree on one verdict and one sum over named mesh axes, inside `shard_map`."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeVar
@@ -36,10 +36,10 @@ def _axis_size(axis_names: Sequence[str]) -> int:
 
 
 def reduce_value(x: Array, axis_names: Sequence[str], reduction: Reduction) -> Array:
-    """Sum or average a loss over the axes; one that is the same everywhere is left alone."""
+    """Sum or average a loss over the axes; a loss that is the same everywhere is left alone."""
     varying = varying_axes(x)
-    # An empty set means two things: the same on all shards, or that nothing is tracked. Only in
-    # the second case is a value summed that does not vary.
+    # An empty set means either that the value is the same on all shards, or that nothing is
+    # tracked. A value that does not vary is summed only in the second case.
     tracked = bool(varying) or _is_tracked(axis_names)
     axes = tuple(name for name in axis_names if name in varying or not tracked)
     if not axes:
@@ -62,14 +62,14 @@ def reduce_gradients(
 ) -> T:
     """Sum or average gradients over the axes on which their parameters are the same.
 
-    A parameter that is itself sharded over an axis has its own gradient on each shard: that one is
-    not summed over this axis (where `shard_map` tracks which values vary).
+    A parameter that is itself sharded over an axis has its own gradient on each shard. This
+    gradient is not summed over the axis (where `shard_map` tracks which values vary).
 
     Args:
         grads: Gradients, not yet summed.
         params: The parameters as they were given, before `vary_tree`.
         axis_names: Mesh axes.
-        dtype: In which dtype they are summed; at least the gradient's own if `None`.
+        dtype: The dtype of the sum; `None` means float32, or the gradient's own dtype if wider.
         reduction: `"sum"` or `"mean"`.
     """
 
@@ -79,7 +79,7 @@ def reduce_gradients(
             return grad
         # In float32 by default: sums of 16-bit gradients over many shards lose the small ones.
         wire = at_least_float32(grad.dtype) if dtype is None else dtype
-        # Imaginary parts have no 16-bit format: complex gradients cross as they are.
+        # Imaginary parts have no 16-bit format: complex gradients are summed as they are.
         wire = grad.dtype if jnp.issubdtype(grad.dtype, jnp.complexfloating) else wire
         total = jax.lax.psum(grad.astype(wire), axes)
         total = total.astype(widest((grad.dtype, wire)))

@@ -1,4 +1,4 @@
-"""The state of a recipe: what was seen of each product, and what its scales are made of."""
+"""Keep the state of a recipe: what was seen of each product, and what sets its scales."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class SiteState(eqx.Module):
-    """The state of one product; in a loop, of each of its iterations.
+    """The state of one product; for a product in a loop, the state of each iteration.
 
     Attributes:
-        history: The largest magnitudes of the last steps, the newest first, of the activation, the
-            weight and the gradient; without delayed scaling, of no step.
-        seen: In the last step, of the same three: the largest magnitude, and which parts were
+        history: The largest magnitudes of the activation, the weight and the gradient in the last
+            steps, the newest first; empty without delayed scaling.
+        seen: The largest magnitude of the same three in the last step, and the shares that were
             saturated and flushed to zero.
-        degraded: For how many steps in a row too much was lost.
+        degraded: The number of steps in a row in which too much was lost.
 
     Example:
         ```python
@@ -54,14 +54,14 @@ class SiteState(eqx.Module):
 class F8Scaling(AbstractLossScaling):
     """A loss scaling that carries a recipe's state as well. Made by `Recipe.init`.
 
-    It goes where a loss scaling goes: into a gradient transform, which hands back the next one. A
+    Pass it wherever a loss scaling goes: to a gradient transform, which returns the next one. A
     step whose gradients are not finite leaves the state of all products as it was.
 
     Attributes:
         loss: The loss scaling.
-        sites: What is known of each product, by its name.
+        sites: The state of each product, by its name.
         key: Bits of a random key, for recipes that round at random.
-        step: How many steps have been taken.
+        step: The number of steps that have been taken.
         recipe: The recipe.
         off: Products that are computed in the compute dtype, since too much of them was lost.
 
@@ -123,18 +123,18 @@ class F8Scaling(AbstractLossScaling):
 
         Args:
             recipe: The recipe.
-            func: The loss function, or any other.
-            *args: What it is called with.
-            loss_scaling: One that the state goes along with.
-            key: For recipes that round at random.
-            policy: If it has rules.
+            func: The loss function, or any other function.
+            *args: The arguments of the function.
+            loss_scaling: A loss scaling to combine with the state.
+            key: A random key, for recipes that round at random.
+            policy: The policy, if it has rules.
             params: Which arguments hold parameters.
             calibrate: Whether delayed scales begin with the magnitudes of one step.
             **kwargs: Other arguments of the function.
 
         Raises:
             ValueError: If the recipe rounds at random and no key is given.
-            TypeError: If a step is to be taken with `jax.ShapeDtypeStruct` for arrays.
+            TypeError: If calibration is given a `jax.ShapeDtypeStruct` in place of an array.
         """
         loss = NoLossScaling() if loss_scaling is None else loss_scaling
         if recipe.is_random and key is None:
@@ -173,7 +173,7 @@ class F8Scaling(AbstractLossScaling):
 
     @property
     def checks_finite(self) -> bool:
-        """Always: what was seen in a bad step must not be kept."""
+        """Always true: what was seen in a bad step must not be kept."""
         return True
 
     def scale(self, tree: T) -> T:
@@ -188,10 +188,10 @@ class F8Scaling(AbstractLossScaling):
         """Return the scaling for the next step. `observe` records what was seen of products."""
         return dataclasses.replace(self, loss=self.loss.adjust(grads_finite))
 
-    # What gradient transforms use.
+    # Methods for gradient transforms.
 
     def probes(self) -> dict[str, Array]:
-        """Return zeros whose gradients are what is seen of each product."""
+        """Return zeros whose gradients are what was seen of each product."""
         return {name: jnp.zeros_like(site.seen) for name, site in self.sites.items()}
 
     @checked
@@ -221,7 +221,7 @@ class F8Scaling(AbstractLossScaling):
         return jnp.stack([power_of_two(amax[..., i], limits[i]) for i in range(3)], axis=-1)
 
     def _units(self) -> Array:
-        """Return the units of magnitudes: gradients are as large as the loss is scaled."""
+        """Return the units of magnitudes: gradients are multiplied by the loss scale."""
         return jnp.stack([jnp.ones(()), jnp.ones(()), jnp.asarray(self.loss_scaling)])
 
     def _keys(self, site: SiteState, number: int) -> Array | None:
@@ -256,8 +256,8 @@ class F8Scaling(AbstractLossScaling):
         return dataclasses.replace(self, sites=sites, step=self.step + 1)
 
     def _recorded(self, site: SiteState, seen: Array, good: Array) -> SiteState:
-        # Divided by the loss scale, so that magnitudes of steps with different scales compare. It
-        # is a power of two: nothing is rounded.
+        # Divided by the loss scale, so that magnitudes of steps with different scales can be
+        # compared. The scale is a power of two, so nothing is rounded.
         amax = seen[..., 0] / _like(self._units(), seen[..., 0])
         history = site.history
         if self.recipe.history:
@@ -274,14 +274,14 @@ class F8Scaling(AbstractLossScaling):
             degraded=jnp.where(good, degraded, site.degraded),
         )
 
-    # What the user calls between steps.
+    # Methods that the user calls between steps.
 
     def review(self) -> "F8Scaling":
         """Take products that lose too much out of the recipe, on the host.
 
-        Those of which the recipe's part was saturated or flushed for `patience` steps in a row are
-        computed in the compute dtype from now on. It reads the counters, so it waits for the step:
-        call it where you log. A step function is compiled anew if something has changed.
+        Products that exceeded the recipe's `saturated` or `flushed` for `patience` steps in a row
+        are computed in the compute dtype from now on. `review` reads the counters, so it waits for
+        the step: call it only when you log. A step function is recompiled if something has changed.
         """
         if not self.recipe.patience:
             return self
@@ -295,7 +295,7 @@ class F8Scaling(AbstractLossScaling):
 
 
 def _like(vector: Array, array: Array) -> Array:
-    """Give a vector for the last axis of an array as many axes: ranks are not promoted silently."""
+    """Give a vector for an array's last axis the array's rank: ranks are not promoted silently."""
     return vector.reshape((1,) * (array.ndim - 1) + vector.shape)
 
 
@@ -307,7 +307,7 @@ def _calibrated(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> F8Scaling:
-    """Fill the history with the magnitudes of one step, which scales everything by its own."""
+    """Fill the history with the magnitudes of one step, which uses current scaling."""
 
     @eqx.filter_jit
     def seen(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Array]:
@@ -325,7 +325,7 @@ def _calibrated(
         amax = found[name][..., None, :, 0]
         finite = jnp.where(jnp.isfinite(amax), amax, 0)
         history = jnp.broadcast_to(finite, site.history.shape)
-        # A buffer of its own: JAX refuses to donate one buffer twice.
+        # Each history has its own buffer: JAX refuses to donate one buffer twice.
         sites[name] = dataclasses.replace(site, history=jnp.array(history), seen=found[name])
     return dataclasses.replace(scaling, sites=sites)
 

@@ -1,4 +1,4 @@
-"""Commit or keep: one decision over any set of trees."""
+"""Commit a step or keep the old state: one decision over any set of trees."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -20,12 +20,12 @@ Gate = Literal["loop", "cond", "select"]
 
 
 def select_tree(finite: Any, on_true: T, on_false: T) -> T:
-    """Choose between two trees of one structure.
+    """Choose between two trees of the same structure.
 
     Args:
-        finite: A boolean scalar or a `Verdict`; one that was not checked chooses `on_true`.
-        on_true: The tree if it holds.
-        on_false: The tree if it does not; leaves that are no arrays must be the same in both.
+        finite: A boolean scalar or a `Verdict`; an unchecked verdict chooses `on_true`.
+        on_true: The tree if `finite` is true.
+        on_false: The tree if it is false; leaves that are not arrays must be the same in both.
 
     Returns:
         `on_true` or `on_false`, leaf by leaf under `jit`.
@@ -67,9 +67,9 @@ def _check_same(old: PyTree, new: PyTree, required: str) -> None:
     """Raise unless two trees agree in structure, dtypes, shapes and static leaves.
 
     Args:
-        old: What the other must agree with.
-        new: The other.
-        required: Who needs that, with `{}` in the place of what must agree.
+        old: The tree that the other one must agree with.
+        new: The other tree.
+        required: The beginning of the error, with `{}` in the place of what must agree.
     """
     if jtu.tree_structure(old) != jtu.tree_structure(new):
         raise ValueError(
@@ -95,7 +95,7 @@ def _check_same(old: PyTree, new: PyTree, required: str) -> None:
 
 
 def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "loop") -> T:
-    """`commit(state)` if `finite`, else `state`. See `transaction`."""
+    """Return `commit(state)` if `finite`, else `state`. See `transaction`."""
     if gate not in ("loop", "cond", "select"):
         raise ValueError(f"`gate` is 'loop', 'cond' or 'select'; got {gate!r}.")
     predicate = as_predicate(finite)
@@ -103,13 +103,13 @@ def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "l
         # Never checked: a gate would only cost instructions.
         return commit(state)
     if not isinstance(predicate, Tracer):
-        # Outside of a trace the answer is known, and a Python branch compiles nothing.
+        # Outside a trace the answer is known, and a Python branch compiles nothing.
         return commit(state) if bool(predicate) else state
     if gate == "select":
         new = commit(state)
         _check_same(state, new, _COMMITTED)
         return _selected(predicate, new, state)
-    # Only arrays go through a loop or a conditional; functions and texts of a model stay outside.
+    # Only arrays go through a loop or a conditional; functions and strings of a model stay outside.
     dynamic, static = eqx.partition(state, is_array)
     dynamic = jtu.tree_map(jnp.asarray, dynamic)
 
@@ -122,10 +122,11 @@ def gated(finite: object, commit: Callable[[T], T], state: T, *, gate: Gate = "l
         dynamic = jax.lax.cond(predicate, committed, lambda dynamic: dynamic, dynamic)
     else:
         # A loop of zero or one iterations. Unlike the branches of a conditional, a loop's carry is
-        # updated in place; XLA may hold temporaries for both branches, which are also a fifth more
-        # instructions (docs/update-or-skip.md has the measurement). A select after the fact needs
-        # the old state until the new one is complete, and computes values that it throws away.
-        # `carry[0] & False` and not `False`: inside `shard_map` the flag varies over the same
+        # updated in place. For a conditional, XLA may hold temporaries for both branches, and
+        # compiles a fifth more instructions (docs/update-or-skip.md has the measurement). A select
+        # after the fact needs the old state until the new one is complete, and computes values that
+        # it throws away.
+        # `carry[0] & False` and not `False`: inside `shard_map` the flag must vary over the same
         # axes when it comes out as when it went in.
         _, dynamic = jax.lax.while_loop(
             lambda carry: carry[0],
@@ -141,16 +142,17 @@ def transaction(
 ) -> tuple[T, Ledger]:
     """Commit a whole step, or none of it.
 
-    Parameters, optimizer state, batch statistics, averages, schedules: what `commit` returns
-    replaces `state` if the step is finite; else `state` is returned untouched. The ledger counts
-    either way.
+    If the step is finite, the state that `commit` returns replaces `state`: parameters, optimizer
+    state, batch statistics, averages, schedules. Otherwise `state` is returned unchanged. The
+    ledger counts the step either way.
 
     Args:
         finite: A boolean scalar or a `Verdict`.
-        commit: From the old state to the new one, of the same structure, dtypes and shapes. It may
-            close over gradients and anything else. It runs only if the step is finite.
+        commit: A function from the old state to the new one, which has the same structure, dtypes
+            and shapes. It may close over gradients and anything else. It runs only if the step is
+            finite.
         state: Any pytree.
-        ledger: What to count in.
+        ledger: The ledger that counts the step.
         gate: How the decision is compiled. `"loop"`, a loop of at most one iteration, has the
             fewest instructions and temporaries. `"cond"` and `"select"` can be differentiated
             through in reverse mode (a loop cannot); `"select"` computes the new state in any case.

@@ -75,9 +75,9 @@ def _check_recipe(policy: Policy, state: F8Scaling | None) -> None:
 def _contraction_dtype(
     wire: np.dtype | None, compute: np.dtype, axes: Sequence[str]
 ) -> np.dtype | None:
-    """Return the dtype of weights' gradients, given the one in which they are to be summed."""
-    # Over named axes `reduce_gradients` casts before it sums, to whichever dtype: products need not
-    # write one that is neither the compute dtype nor float32.
+    """Return the dtype of weights' gradients, given the dtype in which they are to be summed."""
+    # Over named axes `reduce_gradients` casts to any dtype before it sums, so products need not
+    # write a dtype that is neither the compute dtype nor float32.
     return None if axes and wire not in (compute, np.dtype(np.float32)) else wire
 
 
@@ -122,12 +122,13 @@ def filter_value_and_grad(
     islands: bool = True,
     params: int | str | Sequence[int | str] = 0,
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Like `eqx.filter_value_and_grad`, in mixed precision and with loss scaling.
+    """Transform a loss like `eqx.filter_value_and_grad`, in mixed precision with loss scaling.
 
-    `func` is rewritten by `autocast`: matrix products and convolutions in the policy's compute
-    dtype, what 16 bits would spoil in float32. The loss is taken to float32 and scaled, gradients
-    are unscaled in float32 with the scale that was applied, and one verdict says whether everything
-    is finite. Differentiation is with respect to the inexact arrays of the first argument.
+    `autocast` rewrites `func`: matrix products and convolutions run in the policy's compute dtype,
+    and operations that need more precision stay in float32. The loss is converted to float32 and
+    scaled. Gradients are unscaled in float32 with the scale that was applied, and one verdict says
+    whether everything is finite. Differentiation is with respect to the inexact arrays of the first
+    argument.
 
     With a policy such as `"bf16:inputs"` nothing is rewritten: the floating-point arguments enter
     `func` in the compute dtype (persistent state keeps its own), as in the MPX paper.
@@ -136,30 +137,33 @@ def filter_value_and_grad(
         func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
         scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
         policy: A `Policy` or its text.
-        has_aux: Whether `func` returns an auxiliary output. It comes back in the dtypes that
-            `func` gives it without mixed precision, so state that goes in and out stays stable.
-        keep: Rules for arguments that are not cast, beside the policy's own: paths that begin
-            with the function's parameter names, `("state", "batch/targets", "**/running_var")`.
-            What they enter is computed in float32, matrix products included.
-        check_finite: Whether finiteness is computed. By default if there is a loss scale.
-        microbatches: In how many parts the batch is processed, one after the other. Losses and
-            gradients are summed in float32 in the order of the microbatches, with the scale held
-            fixed; then they are summed over `axis_names`, unscaled, and multiplied by 1/n. There
-            is one verdict. Microbatch `i` takes the examples `i, i + n, i + 2n, ...`; a typed
-            scalar PRNG key is split, one for each; `aux` is stacked.
+        has_aux: Whether `func` returns an auxiliary output. The output has the dtypes that `func`
+            gives it without mixed precision, so state that goes in and out keeps its dtypes.
+        keep: Rules for arguments that are not cast, in addition to the policy's own: paths that
+            begin with the function's parameter names,
+            `("state", "batch/targets", "**/running_var")`. Operations on these arguments run in
+            float32, matrix products included.
+        check_finite: Whether finiteness is computed. By default only if there is a loss scale.
+        microbatches: The number of parts in which the batch is processed, one after the other.
+            Losses and gradients are summed in float32 in the order of the microbatches, with the
+            scale held fixed; then they are summed over `axis_names`, unscaled, and multiplied by
+            1/n. There is one verdict. Microbatch `i` takes the examples `i, i + n, i + 2n, ...`; a
+            typed scalar PRNG key is split into one key for each; `aux` is stacked.
         batch: Rules for the leaves that `microbatches` splits along their first axis.
         carry: Name of an argument (such as BatchNorm state) whose new value is in `aux` and that
             each microbatch hands to the next.
         microbatch_reduction: `"mean"` or `"sum"` over the microbatches.
         axis_names: Mesh axes, inside `shard_map`, over which the loss and the gradients are
-            reduced and the verdict is agreed. The loss that `func` returns is the shard's own.
+            reduced and the verdict is agreed on. The loss that `func` returns is the shard's own.
         axis_reduction: `"sum"` or `"mean"` over `axis_names`.
-        reduce_dtype: The dtype in which gradients cross `axis_names`, float32 by default; and in
-            which those of weights come out of matrix products, so the one in which `jit` sums them
-            over devices: by default float32 where the compute dtype is float16, else that dtype.
-        islands: Whether float32 regions are computed again for the gradient instead of stored.
+        reduce_dtype: The dtype in which gradients are reduced over `axis_names`, float32 by
+            default. It is also the dtype in which matrix products return the gradients of weights,
+            and so the dtype in which `jit` sums them over devices: by default float32 if the
+            compute dtype is float16, otherwise the compute dtype.
+        islands: Whether float32 regions are recomputed for the gradient instead of stored.
         params: Which arguments hold parameters, by position or name: the first, which is
-            differentiated, and others if there are frozen ones. They do not widen what they meet.
+            differentiated, and others if there are frozen ones. Parameters do not widen the values
+            that they are combined with.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, finite, grads)`, where
@@ -237,12 +241,12 @@ def filter_value_and_grad(
 def filter_grad(
     func: Callable[..., Any], scaling: AbstractLossScaling | None = None, **options: Any
 ) -> Callable[..., tuple[Any, ...]]:
-    """Like `eqx.filter_grad`, in mixed precision and with loss scaling.
+    """Transform a loss like `eqx.filter_grad`, in mixed precision with loss scaling.
 
     Args:
         func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux=True`.
         scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
-        **options: Those of `filter_value_and_grad`: `policy="bf16"`, `has_aux=False`, ...
+        **options: The options of `filter_value_and_grad`: `policy="bf16"`, `has_aux=False`, ...
 
     Returns:
         A function of the same arguments that returns `(scaling, finite, grads)`, or
@@ -289,36 +293,36 @@ def without_value(
 
 
 class _Step(NamedTuple):
-    """What one pass over a batch, or over all microbatches, gives; gradients are still scaled."""
+    """The results of one pass over a batch or all microbatches; gradients are still scaled."""
 
     loss: Any
     aux: Any
     grads: Any
     seen: Any
-    """Magnitudes of what a recipe with state quantized."""
+    """Magnitudes of the values that a recipe with state has quantized."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Gradient:
-    """A gradient with its options, checked. `taken` is the whole, the other methods are its steps.
+    """A gradient with its checked options. `taken` runs all of it, other methods are its steps.
 
     Attributes:
-        func: The loss.
-        scaling: Scales it.
-        recipe_state: The same, if it also carries the state of a recipe.
-        policy: What is asked for.
-        settings: Of `autocast`; `None` if nothing is rewritten and arguments are cast instead.
+        func: The loss function.
+        scaling: The loss scaling.
+        recipe_state: The same object, if it also carries the state of a recipe.
+        policy: The precision policy.
+        settings: Settings of `autocast`; `None` if nothing is rewritten and arguments are cast.
         has_aux: Whether the loss comes with other results.
         keep: Rules for arguments that are not cast.
         params: Which arguments hold parameters.
         checks: Whether finiteness is computed.
-        microbatches: In how many parts the batch is processed.
-        batch: Rules for what they split.
-        carry: The argument that one hands to the next.
-        microbatch_reduction: How their losses and gradients are reduced.
-        axes: Of the mesh, over which both are reduced.
-        axis_reduction: How.
-        wire: The dtype in which gradients cross them.
+        microbatches: The number of parts in which the batch is processed.
+        batch: Rules for the leaves that microbatches split.
+        carry: The argument that one microbatch hands to the next.
+        microbatch_reduction: How losses and gradients are reduced over the microbatches.
+        axes: The mesh axes over which losses and gradients are reduced.
+        axis_reduction: How losses and gradients are reduced over the axes.
+        wire: The dtype in which gradients are reduced over the axes.
     """
 
     func: Callable[..., Any]
@@ -348,7 +352,7 @@ class _Gradient:
                 f"{', '.join(kwargs) or 'nothing'} by name only. Pass the model by position."
             )
         _check_no_state(args[0])
-        # NumPy arrays become JAX's here: Equinox does not know NumPy's bfloat16 as inexact.
+        # NumPy arrays become JAX arrays here: Equinox does not know NumPy's bfloat16 as inexact.
         params, static = eqx.partition(args[0], eqx.is_inexact_array)
         params = jtu.tree_map(jnp.asarray, params)
         args = (eqx.combine(params, static), *args[1:])
@@ -374,12 +378,13 @@ class _Gradient:
 
     def one_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Step:
         """Differentiate once."""
-        # Marked as varying: JAX would else sum the cotangents over the mesh by itself, in the
+        # Marked as varying: otherwise JAX would sum the cotangents over the mesh by itself, in the
         # compute dtype, where finite shards can add up to infinity.
         model = vary_tree(args[0], self.axes)
         given, given_kwargs = (model, *args[1:]), kwargs
         if self.settings is None or self.policy.casts_float64:
-            # Before, not inside, of what is differentiated: a cast has no derivative to trace.
+            # Cast before the differentiated function and not inside it: then no derivative of a
+            # cast is traced.
             given, given_kwargs = cast_arguments(
                 self.func,
                 given,
@@ -434,13 +439,13 @@ class _Gradient:
     def judged(self, step: _Step, params: PyTree) -> tuple[Any, AbstractLossScaling, Verdict, Any]:
         """Unscale the gradients, say whether all is finite, and adjust the scaling."""
         scaling, loss = self.scaling, step.loss
-        # The verdict is about unscaled gradients, but reads them before: there they are narrower,
-        # and the largest magnitude of each leaf, once unscaled, says the same.
+        # The verdict is about unscaled gradients, but reads them before they are unscaled. They are
+        # narrower there, and the largest magnitude of each leaf, once unscaled, says the same.
         grads = jtu.tree_map(_in_width, step.grads, params)
         sizes = scaling.unscale(magnitudes(grads)) if self.checks else None
         grads = scaling.unscale(jtu.tree_map(_widened, grads, params))
         if self.microbatches > 1 and self.microbatch_reduction == "mean":
-            # The reciprocal, written out: XLA makes it of a division by a constant anyway.
+            # Multiply by the reciprocal: XLA rewrites a division by a constant that way anyway.
             loss, grads = jtu.tree_map(lambda x: x * (1 / self.microbatches), (loss, grads))
         verdict = unchecked()
         if sizes is not None:
@@ -467,7 +472,7 @@ def split_result(result: object, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _check_no_state(model: PyTree) -> None:
-    """Raise if the differentiated argument holds state, which is not what anybody trains."""
+    """Raise if the differentiated argument holds state, which is not trained."""
     nodes = jtu.tree_flatten_with_path(model, is_leaf=is_state_node)[0]
     state = [(path, node) for path, node in nodes if is_state_node(node)]
     if state:
@@ -501,12 +506,12 @@ def _restore_aux(
     kwargs: dict[str, Any],
     policy: Policy,
 ) -> PyTree:
-    """Give `aux` the dtypes it has without mixed precision: state and metrics stay what they were.
+    """Give `aux` the dtypes that it has without mixed precision, so that state keeps its dtypes.
 
-    The function is traced once more, abstractly, at its own dtypes; only if something in `aux`
-    came out in the compute dtype.
+    If something in `aux` came out in the compute dtype, the function is traced once more,
+    abstractly, with its own dtypes.
     """
-    # Tracing the function once more takes time: only where something came out narrow.
+    # Tracing the function once more takes time, so it is only done if something came out narrow.
     narrow = policy.compute.itemsize < 4 and any(
         is_castable(leaf) and leaf.dtype == policy.compute for leaf in jtu.tree_leaves(aux)
     )
@@ -532,7 +537,7 @@ def _restore_aux(
 
 
 def _in_width(grad: jax.Array, param: jax.Array) -> jax.Array:
-    """Convert a gradient to its parameter's dtype if both are of one width: values can be lost."""
+    """Convert a gradient to its parameter's dtype if both have one width: values can be lost."""
     return grad.astype(param.dtype) if grad.dtype.itemsize == param.dtype.itemsize else grad
 
 

@@ -1,4 +1,4 @@
-"""The ledger: how many steps were applied, how many skipped, and when it is too many."""
+"""Count applied and skipped steps, and raise after too many skips in a row."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from halfstep._training.verdict import Verdict, as_predicate
 
 
 class SkipLimitError(RuntimeError):
-    """Too many steps in a row were skipped for the next one to be different.
+    """Too many steps in a row were skipped to expect that the next one is different.
 
     Example:
         ```python
@@ -31,11 +31,11 @@ class SkipLimitError(RuntimeError):
 
 
 class Ledger(eqx.Module):
-    """Counts applied and skipped steps. A pytree that commits with the rest of the step.
+    """Counts applied and skipped steps. A pytree that is committed with the rest of the step.
 
     Args:
-        limit: After how many skips in a row `check` raises; `None` for never.
-        fallbacks: Of a ledger that is restored: what `review` has written down.
+        limit: The number of skips in a row after which `check` raises; `None` for never.
+        fallbacks: The products that `review` has recorded, for a ledger that is restored.
 
     Attributes:
         applied: Steps applied.
@@ -45,7 +45,7 @@ class Ledger(eqx.Module):
         bad_losses: Skips whose loss was itself not finite (data or forward pass, not the scale).
         last_leaf: Index of the first non-finite gradient leaf in the last skipped step, or -1.
         fallbacks: Products that `review` has taken out of 8 or 4 bits, each with the step after
-            which it did: `(("up", 1200),)`.
+            which it did so: `(("up", 1200),)`.
 
     Example:
         ```python
@@ -66,7 +66,7 @@ class Ledger(eqx.Module):
     bad_losses: Int[Array, "..."]
     last_leaf: Int[Array, "..."]
     limit: int | None = eqx.field(static=True)
-    # Static, as the scaling's `off` is: a step is compiled anew when a product falls back.
+    # Static, as the scaling's `off` is: a step is recompiled when a product falls back.
     fallbacks: tuple[tuple[str, int], ...] = eqx.field(static=True)
 
     @checked
@@ -93,10 +93,10 @@ class Ledger(eqx.Module):
         """Return the ledger after one more step.
 
         Args:
-            finite: A boolean scalar or a `Verdict`; one that was not checked counts as applied.
+            finite: A boolean scalar or a `Verdict`; an unchecked verdict counts as applied.
         """
         predicate = as_predicate(finite)
-        # A step that nobody checked was applied: the gate has no other choice either.
+        # A step that was not checked was applied: the gate has no other choice either.
         ok = True if predicate is None else predicate
         one = jnp.asarray(ok, jnp.int32)
         bad_loss, leaf = jnp.int32(0), jnp.int32(-1)
@@ -114,16 +114,16 @@ class Ledger(eqx.Module):
         return eqx.tree_at(_counters, self, values)
 
     def review(self, scaling: F8Scaling) -> tuple[F8Scaling, "Ledger"]:
-        """Take products that lose too much out of a recipe, on the host, and write it down.
+        """Take products that lose too much out of a recipe, on the host, and record it.
 
-        It reads the counters, so it waits for the step: call it where you log. A step function is
-        compiled anew if something has changed.
+        `review` reads the counters, so it waits for the step: call it only when you log. A step
+        function is recompiled if something has changed.
 
         Args:
             scaling: The recipe's state; see `F8Scaling.review`.
 
         Returns:
-            The state and the ledger from now on.
+            The new state and the new ledger.
         """
         reviewed = scaling.review()
         new = [name for name in reviewed.off if name not in scaling.off]
@@ -137,14 +137,14 @@ class Ledger(eqx.Module):
     def check(self, tree: Any = None, *, scaling: Any = None) -> None:
         """Raise on the host if the limit of consecutive skips is reached.
 
-        It reads the counters, so it waits for the step: call it where you log.
+        `check` reads the counters, so it waits for the step: call it only when you log.
 
         Args:
             tree: The gradients or the model, to name the offending leaf by its path.
-            scaling: The loss scaling, to say where the scale stands.
+            scaling: The loss scaling, to report the current scale.
 
         Raises:
-            SkipLimitError: With what to look at.
+            SkipLimitError: If the limit is reached; the message says what to look at.
         """
         consecutive = int(np.asarray(self.consecutive))
         if self.limit is None or consecutive < self.limit:
@@ -156,7 +156,7 @@ class Ledger(eqx.Module):
         ]
         index = int(np.asarray(self.last_leaf))
         if index >= 0:
-            # A verdict of the recorded leaf: it knows how to name leaves by their number.
+            # Make a verdict for the recorded leaf: it can name leaves by their number.
             known = Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(index, jnp.int32))
             named = f"number {index}" if tree is None else f"`{known.where(tree)}`"
             lines.append(f"The first gradient leaf that was not finite is {named}.")

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one step's batch in several iterations of a scan."""
+"""Accumulate gradients: process one step's batch in several iterations of a scan."""
 
 import functools
 import warnings
@@ -27,10 +27,10 @@ Step = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any, Any, Any]]
 
 
 def _split(leaf: jax.Array | np.ndarray | np.generic, path: str, n: int) -> jax.Array:
-    """`[B, ...]` to `[n, B/n, ...]`; microbatch `i` takes the examples `i, i + n, i + 2n, ...`.
+    """Split `[B, ...]` into `[n, B/n, ...]`; microbatch `i` takes the examples `i, i + n, ...`.
 
-    Strided rather than in blocks: a batch sharded over devices stays where it is, because every
-    device's examples are dealt to all microbatches.
+    The split is strided rather than in blocks: a batch sharded over devices stays where it is,
+    because every device's examples are dealt to all microbatches.
     """
     if leaf.ndim == 0 or leaf.shape[0] % n:
         size = "no leading axis" if leaf.ndim == 0 else f"a leading axis of {leaf.shape[0]}"
@@ -44,12 +44,12 @@ def _split(leaf: jax.Array | np.ndarray | np.generic, path: str, n: int) -> jax.
 
 
 def _is_old_key(leaf: PyTree) -> bool:
-    # By its looks only: nothing else tells a key of `jax.random.PRNGKey` from two numbers.
+    # By shape and dtype: nothing else tells a key of `jax.random.PRNGKey` from two numbers.
     return is_array(leaf) and not is_key(leaf) and leaf.shape == (2,) and leaf.dtype == jnp.uint32
 
 
 def _finder(aux: PyTree, structure: object, name: str) -> Callable[[PyTree], PyTree]:
-    """Find the carried argument's new value in `aux`: all of it, or one of its entries."""
+    """Find the carried argument's new value in `aux`: all of `aux`, or one of its entries."""
     if jtu.tree_structure(aux) == structure:
         return lambda aux: aux
     entries: Mapping[Any, Any] = {}
@@ -79,10 +79,10 @@ def accumulate(
     """Sum the losses and gradients of all microbatches, in float32 and in their order.
 
     Args:
-        step: Loss, auxiliary output, gradients and largest magnitudes of one microbatch.
+        step: Returns loss, auxiliary output, gradients and largest magnitudes of one microbatch.
         call: The arguments of the whole step.
         params: The differentiated leaves, whose shapes and shardings the sums take.
-        microbatches: How many.
+        microbatches: The number of microbatches.
         batch: Rules that select the leaves to split.
         carry: The argument that each microbatch hands to the next, or `None`.
 
@@ -147,7 +147,7 @@ def accumulate(
             traced["get"] = _finder(aux, jtu.tree_structure(value), carry)
             traced["value"] = traced["get"](aux)
             state = [leaf for leaf in jtu.tree_leaves(traced["value"]) if is_array(leaf)]
-        # Summed in the carry and not stacked: one set of float32 gradients, whatever their number.
+        # Summed in the carry and not stacked: one set of float32 gradients for all microbatches.
         total = jtu.tree_map(lambda a, g: a + g.astype(a.dtype), total, grads)
         arrays, traced["static"] = eqx.partition(aux, is_array)
         return (total, state), (loss, arrays, seen)
@@ -160,5 +160,5 @@ def accumulate(
         last = jtu.tree_map(lambda x: next(values) if is_array(x) else x, traced["value"])
         aux = eqx.tree_at(traced["get"], aux, last)
     seen = jtu.tree_map(lambda sizes: jnp.max(sizes, axis=0), seen)
-    # In the order of the microbatches, as the gradients are: `jnp.sum` would choose its own.
+    # In the order of the microbatches, as the gradients are: `jnp.sum` would choose its own order.
     return functools.reduce(jnp.add, losses), aux, grads, seen

@@ -1,4 +1,4 @@
-"""Loss scaling: keeping small gradients inside the range of a 16-bit format."""
+"""Scale the loss, to keep small gradients inside the range of a 16-bit format."""
 
 import abc
 import math
@@ -55,10 +55,10 @@ def _multiply(tree: T, factor: Array) -> T:
 
 
 class AbstractLossScaling(eqx.Module):
-    """What every loss scaling does. An immutable pytree: `adjust` returns the next one.
+    """The base class of all loss scalings. An immutable pytree: `adjust` returns the next one.
 
     Attributes:
-        loss_scaling: The scale, for whoever logs it.
+        loss_scaling: The scale, for logging.
 
     Example:
         ```python
@@ -101,16 +101,16 @@ class AbstractLossScaling(eqx.Module):
 class DynamicLossScaling(AbstractLossScaling):
     """A loss scale that finds its own size.
 
-    It is divided by `factor` after a step whose gradients were not finite and multiplied by it
-    after exactly `period` good steps in a row, within a floor and a ceiling. It is a power of two
-    at all times, so scaling and unscaling never round.
+    The scale is divided by `factor` after a step whose gradients were not finite, and multiplied by
+    `factor` after exactly `period` good steps in a row, within a floor and a ceiling. It is a power
+    of two at all times, so scaling and unscaling never round.
 
     Args:
         loss_scaling: The scale to begin with.
         min_loss_scaling: The floor.
         max_loss_scaling: The ceiling. The default, 2**24, lifts the smallest float16 to 1.
         period: Good steps in a row before the scale grows.
-        factor: What it grows and shrinks by, a power of two.
+        factor: The factor by which the scale grows and shrinks, a power of two.
 
     Example:
         ```python
@@ -163,7 +163,7 @@ class DynamicLossScaling(AbstractLossScaling):
 
     @property
     def checks_finite(self) -> bool:
-        """Always: without a verdict the scale cannot move."""
+        """Always true: without a verdict the scale cannot move."""
         return True
 
     def scale(self, tree: T) -> T:
@@ -183,7 +183,7 @@ class DynamicLossScaling(AbstractLossScaling):
                 "DynamicLossScaling needs to know whether the gradients are finite, but the "
                 "verdict was not checked: pass check_finite=True to the gradient transform."
             )
-        # Selects and no branches: two scalars are not worth a conditional in the program.
+        # Selects and not branches: two scalars are not worth a conditional in the program.
         good = jnp.where(finite, self.counter + 1, 0)
         grow = good == self.period
         grown = jnp.minimum(self.loss_scaling * self.factor, self.max_loss_scaling)
@@ -221,7 +221,7 @@ class StaticLossScaling(AbstractLossScaling):
 
     @property
     def checks_finite(self) -> bool:
-        """A fixed scale can overflow."""
+        """Always true: a fixed scale can overflow."""
         return True
 
     def scale(self, tree: T) -> T:
@@ -264,7 +264,7 @@ class NoLossScaling(AbstractLossScaling):
 
     @property
     def checks_finite(self) -> bool:
-        """Not unless asked for."""
+        """False: finiteness is only checked if asked for."""
         return False
 
     def scale(self, tree: T) -> T:

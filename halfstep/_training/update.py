@@ -1,4 +1,4 @@
-"""The optimizer's step, applied or skipped."""
+"""Apply or skip the optimizer's step."""
 
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -35,10 +35,10 @@ def apply_gradients(
 ) -> tuple[M, Any]:
     """Run the bare Optax step, update and apply, as `optimizer_update` does if all is finite.
 
-    For use inside `transaction`.
+    Use it inside `transaction`.
 
     Args:
-        model: Any pytree; its inexact arrays are what is trained.
+        model: Any pytree; its inexact arrays are trained.
         optimizer: Any Optax optimizer.
         optimizer_state: Its state.
         grads: Gradients, of the structure of `eqx.filter(model, eqx.is_inexact_array)`.
@@ -67,7 +67,7 @@ def apply_gradients(
         updates, new_state = optimizer.update(grads, optimizer_state, params, **extra_args)
         new_params: Any = optax.apply_updates(params, updates)
     except Exception as error:
-        # Optax maps over all of them at once, and says of none of them that it is wrong.
+        # Optax maps over all trees at once, and its error does not say which one is wrong.
         _check_trees(params, optimizer, optimizer_state, grads, error)
         raise
     return eqx.combine(new_params, model), new_state
@@ -80,7 +80,7 @@ def _check_trees(
     grads: PyTree,
     error: Exception,
 ) -> None:
-    """Say which tree does not match the model, if one does not."""
+    """Raise an error that names the tree that does not match the model, if one does not."""
     wanted, given = jax.tree.structure(params), jax.tree.structure(grads)
     if wanted != given:
         raise ValueError(
@@ -109,10 +109,10 @@ def optimizer_update(
 ) -> tuple[M, Any]:
     """Apply an optimizer's step if the gradients are finite, else leave everything as it was.
 
-    With finite gradients the result is the bare Optax step's, bit for bit.
+    With finite gradients the result equals the bare Optax step's, bit for bit.
 
     Args:
-        model: Any pytree; its inexact arrays are what is trained.
+        model: Any pytree; its inexact arrays are trained.
         optimizer: Any Optax optimizer, initialized with `eqx.filter(model, eqx.is_inexact_array)`.
         optimizer_state: Its state.
         grads: Gradients as `filter_grad` returns them.
@@ -146,7 +146,7 @@ def optimizer_update(
         )
     predicate = as_predicate(grads_finite, "grads_finite")
     if isinstance(optimizer, StepsInPlace):
-        # It skips by itself, in place: a gate around it would have to hold both states at once.
+        # The optimizer skips by itself, in place: a gate would have to hold both states at once.
         finite = {} if predicate is None else {"finite": grads_finite}
         return apply_gradients(model, optimizer, optimizer_state, grads, **finite, **extra_args)
 

@@ -1,4 +1,4 @@
-"""Is everything finite? One global answer, which leaf was the first, and whose fault it was."""
+"""Check whether everything is finite: one global answer, the first bad leaf, and the cause."""
 
 import contextlib
 from collections.abc import Generator
@@ -28,9 +28,9 @@ _UNSIGNED = MappingProxyType({2: jnp.uint16, 4: jnp.uint32})
 def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
     """Return the bits of the largest magnitude in a leaf, shifted left by its sign, and its dtype.
 
-    A maximum of integers, because one of floats loses NaN (seen in XLA:CPU's vectorized
-    reduction), and because it compiles to fewer instructions than a conjunction of `isfinite`.
-    Infinities and NaN have the largest bits of all.
+    This is a maximum of integers, because a maximum of floats loses NaN (seen in XLA:CPU's
+    vectorized reduction), and because it compiles to fewer instructions than a conjunction of
+    `isfinite`. Infinities and NaN have the largest bits of all.
     """
     leaf = jnp.asarray(leaf)
     if leaf.dtype.itemsize > 4 or leaf.size == 0:
@@ -40,7 +40,7 @@ def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
     elif leaf.dtype.itemsize not in _UNSIGNED:
         leaf = leaf.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
-    # Twice a number shifts its highest bit, the sign, out.
+    # The shift drops the highest bit, which is the sign.
     top = jax.lax.reduce_max(jax.lax.shift_left(bits, bits.dtype.type(1)), tuple(range(bits.ndim)))
     return top, leaf.dtype
 
@@ -48,7 +48,8 @@ def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
 def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
     """Return the largest magnitude of each inexact leaf; not finite if any number in it is not.
 
-    Of a leaf that float32 cannot hold (float64, complex) only whether it is finite: 0 if it is.
+    For a leaf that float32 cannot hold (float64, complex), the result is 0 if the leaf is finite,
+    and infinity otherwise.
     """
     tops = [_top(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
     if not tops:
@@ -220,7 +221,7 @@ class Verdict(eqx.Module):
 
 @contextlib.contextmanager
 def _told_where() -> Generator[None, None, None]:
-    """Add what to do to JAX's error about a value that is not known yet."""
+    """Add advice to JAX's error about a value that is not known yet."""
     try:
         yield
     except (
@@ -235,11 +236,11 @@ def as_predicate(finite: object, name: str = "finite") -> jax.Array | np.ndarray
     """Return a verdict or a boolean as a predicate; `None` for "not checked, always apply".
 
     Args:
-        finite: The verdict.
-        name: Of the parameter, for the message.
+        finite: The verdict or the boolean.
+        name: The name of the parameter, for the message.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If `finite` is neither.
     """
     if isinstance(finite, Verdict):
         return finite.finite
@@ -262,12 +263,12 @@ def unchecked() -> Verdict:
 
 
 def finite_flags(grads: Float32[Array, " leaves"], loss: Array) -> Bool[Array, " leaves_and_loss"]:
-    """Return one flag per gradient leaf, from their magnitudes, and last that of the loss."""
+    """Return one flag per gradient leaf, from the magnitudes, and at the end that of the loss."""
     return jnp.concatenate([jnp.isfinite(grads), jnp.isfinite(loss)[None]])
 
 
 def judge(flags: Bool[Array, " leaves_and_loss"]) -> Verdict:
-    """Make the verdict of the flags of `finite_flags`."""
+    """Make a verdict from the flags of `finite_flags`."""
     grads, loss = flags[:-1], flags[-1]
     if not grads.size:
         return Verdict(loss, loss, jnp.full_like(loss, -1, jnp.int32))

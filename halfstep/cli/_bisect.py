@@ -1,4 +1,4 @@
-"""`halfstep bisect`: what must stay in float32?"""
+"""Implement `halfstep bisect`: find what must stay in float32."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Share what all commands need: how one is added, options, the answer, and errors."""
+"""Provide what all commands share: how to add a command, options, answers, and errors."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ jax.ShapeDtypeStructs), of which the first holds the parameters:
 
 @runtime_checkable
 class Commands(Protocol):
-    """What `argparse` returns for subcommands, whose type has a private name there."""
+    """The object that `argparse` returns for subcommands, whose own type is private."""
 
     def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
         """Add a subcommand."""
@@ -45,7 +45,7 @@ def add_command(
     description: str,
     example: str,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand: the line in the list, what it does, and something to type."""
+    """Add a subcommand with its line in the list, its description and an example."""
     lines = "".join(f"  {line}\n" for line in example.splitlines())
     parser = commands.add_parser(
         name,
@@ -64,11 +64,12 @@ def add_maker(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def share(text: str) -> float:
-    """A share, from 0 to 1."""
+    """Parse a share, from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
-        # Out of range, so that text, NaN and numbers beyond the range have one message.
+        # This value is out of range, so that text, NaN and numbers beyond the range get the same
+        # message.
         value = -1.0
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"required a share from 0 to 1; got {text!r}")
@@ -76,7 +77,7 @@ def share(text: str) -> float:
 
 
 def policy(text: str) -> Policy:
-    """A policy from its text, or from a file that ends with `.toml`."""
+    """Read a policy from its text, or from a file that ends with `.toml`."""
     try:
         return Policy.load(text) if text.endswith(".toml") else Policy.parse(text)
     except OSError as error:
@@ -97,8 +98,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def kept_apart(arguments: argparse.Namespace) -> Generator[None]:
-    """Keep what the user's code prints out of JSON on standard output."""
-    # Now, not after minutes of work.
+    """Keep the output of the user's code out of JSON on standard output."""
+    # Check the file now, not after minutes of work.
     if arguments.json != "-":
         check_writable(arguments.json)
     with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else sys.stdout):
@@ -106,7 +107,7 @@ def kept_apart(arguments: argparse.Namespace) -> Generator[None]:
 
 
 def answer(arguments: argparse.Namespace, text: str, json: str) -> None:
-    """Print the text, and write the JSON if it is asked for; or print only JSON."""
+    """Print the text, and write the JSON if it is requested; or print only JSON."""
     if arguments.json == "-":
         sys.stdout.write(f"{json}\n")
         return
@@ -117,7 +118,7 @@ def answer(arguments: argparse.Namespace, text: str, json: str) -> None:
 
 
 def write(name: str, text: str) -> None:
-    """Write a file whose name was checked when there was time to do something about it."""
+    """Write a file whose name was checked earlier, by `check_writable`."""
     try:
         pathlib.Path(name).write_text(text)
     except OSError as error:
@@ -127,7 +128,7 @@ def write(name: str, text: str) -> None:
 
 
 def check_writable(name: str | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Refuse a file that could not be written, or that does not end as it should."""
+    """Refuse a file that cannot be written, or whose name has another ending."""
     if name is None:
         return
     path = pathlib.Path(name)
@@ -140,7 +141,8 @@ def check_writable(name: str | None, *, endings: tuple[str, ...] = ()) -> None:
         raise CommandError(
             f"cannot write {name!r}: there is no folder {str(path.parent)!r}. Make it first."
         )
-    # Asked, not tried: opening the file would empty it, and the command may fail later.
+    # Ask for access and do not try: opening the file would empty it, and the command may fail
+    # later.
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "it is a folder" if path.is_dir() else "permission denied"
         raise CommandError(f"cannot write {name!r}: {why}. Give another name.")

@@ -1,4 +1,4 @@
-"""`halfstep doctor`: is this installation in order?"""
+"""Implement `halfstep doctor`: check that this installation is in order."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ ENABLES: Mapping[str, str] = MappingProxyType(
         "tpu-preflight": "halfstep preflight for TPUs, without a TPU",
     }
 )
-"""What extras are for, which metadata does not say."""
+"""The purpose of each extra, which metadata does not say."""
 
 _TESTED = tuple(zip(TESTED_JAX, TESTED_PYTHON, strict=True))
 
@@ -124,13 +124,13 @@ def _made(facts: Facts, found: Sequence[Pitfall], devices: Sequence[str] | None)
 
 
 def _packages(facts: Facts) -> dict[str, tuple[str | None, str]]:
-    """List what halfstep requires, what JAX requires, and the plugins that are installed."""
+    """List the requirements of halfstep and JAX, and the plugins that are installed."""
     found: dict[str, tuple[str | None, str]] = {}
     for one in (*facts.needed, *(one for one in facts.requires["jax"] if not one.extra)):
         found.setdefault(one.name, (version_of(facts, one.name), one.versions))
     for one in facts.requires["jax"]:
         version = version_of(facts, one.name)
-        # Of what JAX has extras for, only plugins that are there are of interest.
+        # Requirements of JAX's extras matter only if they are plugins that are installed.
         if one.extra and version and ("plugin" in one.name or one.name == "libtpu"):
             found.setdefault(one.name, (version, one.versions))
     return found

@@ -1,4 +1,4 @@
-"""`halfstep explain` and `halfstep lint`: what does autocast make of it, and is that right?"""
+"""Implement `halfstep explain` and `halfstep lint`: show what autocast does, and judge it."""
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ lowered (with --f8: not in 8 bits), and 2 after an error.
 
 
 def add(commands: Commands) -> None:
-    """Add `explain` and `lint`, which judges what `explain` says."""
+    """Add `explain` and `lint`, which judges the report of `explain`."""
     parser = add_command(
         commands,
         "explain",
@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what has to be known for a report, and where it goes."""
+    """Add the options of a report, and where to write it."""
     add_maker(parser, "make_loss")
     parser.add_argument(
         "--policy", type=policy, default="bf16", help="bf16, f8, p=f32,c=f16, or a file.toml (bf16)"
@@ -109,7 +109,10 @@ def _lint(arguments: argparse.Namespace) -> int:
 
 
 def _why(message: str) -> Iterator[str]:
-    """Why the answer is no; the report has the findings, and not what to do about fp8."""
+    """Yield the lines that say why the answer is no.
+
+    The report already has the findings, but not what to do about fp8.
+    """
     of_f8 = False
     for line in message.split("\n"):
         if line.startswith("required: "):

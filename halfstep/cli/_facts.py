@@ -29,18 +29,19 @@ VARIABLES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
-# x86 and Arm, as Linux names what they can.
+# Features of x86 and Arm processors, as Linux names them.
 _BITS16 = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp")
 
 
-# What distributions require, by their metadata.
+# Requirements of distributions, from their metadata.
 
-# A small part of PEP 440 and PEP 508, by hand. `packaging` has all of it, but it is no dependency
-# of halfstep, and neither jax, equinox, optax and jaxtyping nor what they require brings it, on the
-# oldest supported versions as on the newest (absl-py, jaxlib, ml-dtypes, numpy, opt-einsum, scipy,
-# typing-extensions, wadler-lindig); the test environments have it for other reasons. A command that
-# says what is missing must need nothing that may be missing. So only releases are compared, without
-# pre-releases and local versions, which is all that the requirements of halfstep and JAX have.
+# This is a small part of PEP 440 and PEP 508, written by hand. `packaging` has all of it, but is
+# not a dependency of halfstep. Neither jax, equinox, optax and jaxtyping nor their requirements
+# (absl-py, jaxlib, ml-dtypes, numpy, opt-einsum, scipy, typing-extensions, wadler-lindig) install
+# it, on the oldest supported versions as on the newest; the test environments have it for other
+# reasons. A command that says what is missing must not need anything that may be missing. Only
+# releases are compared, without pre-releases and local versions: the requirements of halfstep and
+# JAX have no others.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?\s*([^;]*)(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
@@ -50,10 +51,10 @@ class Requirement:
     """One line of `Requires-Dist`.
 
     Attributes:
-        name: Of the distribution.
-        extras: Those of it that are required.
-        versions: Which versions, such as `">=0.8.0"`.
-        extra: For which extra it is; empty if it is always required.
+        name: The name of the distribution.
+        extras: The extras of the distribution that are required.
+        versions: The versions that are required, such as `">=0.8.0"`.
+        extra: The extra that has this requirement; empty if it always holds.
     """
 
     name: str
@@ -63,20 +64,20 @@ class Requirement:
 
     @classmethod
     def parse(cls, text: str) -> "Requirement | None":
-        """Read a line; `None` if it is for other machines or Pythons than this."""
+        """Parse a line; `None` if it is for other machines or other versions of Python."""
         found = _REQUIREMENT.fullmatch(text.strip())
         if found is None:
             return None
         name, extras, versions, marker = (part or "" for part in found.groups())
         extra = _EXTRA.search(marker)
-        # What else a marker says is for an installer; nothing of ours has one.
+        # Other conditions of a marker are for an installer; no requirement of halfstep has one.
         if _EXTRA.sub("", marker).strip():
             return None
         inner = tuple(part.strip() for part in extras.split(",") if part.strip())
         return cls(name, inner, versions.strip(" ()"), extra[1] if extra else "")
 
     def allows(self, version: str) -> bool:
-        """Return whether a version is one of those that are required."""
+        """Return whether a version meets the requirement."""
         return all(_allows(part.strip(), version) for part in self.versions.split(",") if part)
 
     def __str__(self) -> str:
@@ -85,11 +86,11 @@ class Requirement:
 
 
 Requires = Mapping[str, tuple[Requirement, ...]]
-"""What distributions require, by name."""
+"""The requirements of distributions, by name."""
 
 
 def requires(name: str) -> tuple[Requirement, ...]:
-    """List what a distribution requires, also for its extras."""
+    """List the requirements of a distribution, including those of its extras."""
     try:
         lines = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -98,7 +99,7 @@ def requires(name: str) -> tuple[Requirement, ...]:
 
 
 def expanded(of: Requires, name: str, extra: str) -> Iterator[Requirement]:
-    """List what an extra requires, with the extras of others that it asks for."""
+    """List the requirements of an extra, including those of other extras that it requires."""
     for one in of.get(name, ()):
         if one.extra == extra:
             yield one
@@ -107,7 +108,7 @@ def expanded(of: Requires, name: str, extra: str) -> Iterator[Requirement]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what is behind them: `(0, 10, 2)`."""
+    """Return the numbers of a version, without any suffix: `(0, 10, 2)`."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -126,7 +127,7 @@ def _allows(part: str, version: str) -> bool:
     has, bound = (numbers + (0,) * (length - len(numbers)) for numbers in (has, bound))
     return {
         ">=": has >= bound,
-        # The upper end of `~=` is not looked at: no requirement that is read here has one.
+        # The upper end of `~=` is ignored: no requirement that is read here has one.
         "~=": has >= bound,
         "<=": has <= bound,
         "==": has == bound,
@@ -136,23 +137,23 @@ def _allows(part: str, version: str) -> bool:
     }[sign]
 
 
-# What is here.
+# Facts about this installation and this machine.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that `halfstep doctor` judges.
+    """All facts that `halfstep doctor` judges.
 
     Attributes:
-        halfstep: Its version.
-        python: Its version.
+        halfstep: The version of halfstep.
+        python: The version of Python.
         machine: The operating system and the processor's kind.
-        versions: Of all distributions that are installed.
-        requires: What halfstep and JAX require.
+        versions: The versions of all distributions that are installed.
+        requires: The requirements of halfstep and JAX.
         config: JAX's settings.
-        variables: Those of the environment that matter.
+        variables: The environment variables that matter.
         accelerators: `"cuda"`, `"rocm"` or `"tpu"`, as far as device files show them.
-        native16: What the processor has for 16-bit floats; `None` if that is not known.
+        native16: The processor's features for 16-bit floats; `None` if they are not known.
     """
 
     halfstep: str
@@ -167,7 +168,7 @@ class Facts:
 
     @property
     def needed(self) -> tuple[Requirement, ...]:
-        """What halfstep requires without any extra."""
+        """The requirements of halfstep without any extra."""
         return tuple(one for one in self.requires["halfstep"] if not one.extra)
 
     @property
@@ -178,7 +179,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Look, and start no backend."""
+    """Gather the facts without starting a backend."""
     found = {
         _normal(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()
     }
@@ -196,7 +197,7 @@ def gather() -> Facts:
 
 
 def version_of(facts: Facts, name: str) -> str | None:
-    """The version of a distribution, however its name is written."""
+    """Return the version of a distribution, however its name is written."""
     return facts.versions.get(_normal(name))
 
 
@@ -206,8 +207,8 @@ def _normal(name: str) -> str:
 
 
 def _accelerators(devices: pathlib.Path) -> tuple[str, ...]:
-    # Device files, because `jax.devices()` would start the backend, which takes a GPU's memory and
-    # locks a TPU.
+    # Look at device files, because `jax.devices()` would start the backend, which takes a GPU's
+    # memory and locks a TPU.
     marks = {"cuda": "nvidia[0-9]*", "rocm": "kfd", "tpu": "accel[0-9]*"}
     if not devices.is_dir():
         return ()

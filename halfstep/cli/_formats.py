@@ -1,4 +1,4 @@
-"""`halfstep formats`: the number formats, and how each stores a number."""
+"""Implement `halfstep formats`: show the number formats, and how each stores a number."""
 
 import argparse
 import dataclasses
@@ -37,10 +37,10 @@ class Stored:
 
     Attributes:
         format: The format's short name.
-        value: What is stored.
-        error: The relative error; `None` where there is no finite one.
+        value: The stored number.
+        error: The relative error; `None` if it is not finite.
         bits: Sign, exponent and mantissa.
-        note: What happened to it.
+        note: What happened to the number.
     """
 
     format: str
@@ -50,16 +50,16 @@ class Stored:
     note: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity and no NaN: these are text."""
+        """Return a dictionary for JSON. Infinity and NaN, which JSON lacks, become strings."""
         value = self.value if math.isfinite(self.value) else str(self.value)
         return {**dataclasses.asdict(self), "value": value}
 
 
 def number(text: str) -> Fraction:
-    """The number that is written, exactly."""
+    """Parse a number exactly."""
     exponent = re.search(r"e[+-]?(\d+)$", text.lower())
     try:
-        # Of what an exponent of a million makes, no format could store anything.
+        # No format could store a number with an exponent of a million.
         if exponent is None or int(exponent[1]) <= 400:
             return Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -70,12 +70,13 @@ def number(text: str) -> Fraction:
 
 
 def stored(exact: Fraction, row: Format) -> Stored:
-    """The nearest number of a format; of two that are equally near, the even one."""
-    # Rounded once, exactly. A cast by way of float64 or float32 would round twice.
+    """Return the nearest number of a format; a tie goes to the even one."""
+    # The number is rounded once, exactly. A cast by way of float64 or float32 would round twice.
     lowest = math.frexp(row.smallest)[1] - 1
     quantum = Fraction(2) ** max(_exponent(exact) - row.mantissa_bits, lowest)
     rounded = round(exact / quantum) * quantum
-    # Every number of every format is a float64; what is beyond the largest, the format decides.
+    # Every number of every format is a float64. The format decides about numbers beyond its
+    # largest.
     wide = math.inf if exact > 0 else -math.inf
     if abs(rounded) <= np.finfo(np.float64).max:
         wide = float(rounded)
@@ -89,12 +90,12 @@ def stored(exact: Fraction, row: Format) -> Stored:
 
 
 def _exponent(exact: Fraction) -> int:
-    """The power of two at or below a number's magnitude."""
+    """Return the exponent of the power of two at or below a number's magnitude."""
     if not exact:
         return 0
     top, bottom = abs(exact.numerator), exact.denominator
-    # Exact, unlike `math.log2`, which rounds just below a power of two. The guess is one too high
-    # or right.
+    # This is exact, unlike `math.log2`, which rounds just below a power of two. The guess is right
+    # or one too high.
     guess = top.bit_length() - bottom.bit_length()
     return guess if Fraction(2) ** guess <= abs(exact) else guess - 1
 
@@ -112,7 +113,7 @@ def _note(exact: Fraction, value: float, row: Format) -> str:
 
 
 def _bits(made: np.ndarray, row: Format) -> str:
-    # Formats of fewer than 8 bits are stored in a byte of their own; what is above them is cut off.
+    # A number of fewer than 8 bits is stored in its own byte; the bits above it are cut off.
     raw = int.from_bytes(made.tobytes(), "little") & (2**row.bits - 1)
     text = f"{raw:0{row.bits}b}"
     exponent = 1 + int(jnp.finfo(row.dtype).nexp)
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _all() -> tuple[Format, ...]:
-    """Those that a policy names, and those that only recipes use."""
+    """Return the formats that a policy names, and those that only recipes use."""
     legs = [
         leg
         for recipe in RECIPES.values()

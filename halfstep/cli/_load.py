@@ -1,4 +1,4 @@
-"""Find the function that `module:name` or `file.py:name` speaks of."""
+"""Find the function that `module:name` or `file.py:name` refers to."""
 
 import difflib
 import importlib
@@ -21,7 +21,7 @@ def load(text: str) -> Callable[..., Any]:
             "the function is given as module:function or file.py:function, such as "
             f"train.py:make_step; got {text!r}."
         )
-    # As `python -m` has it: what lies in the working directory can be imported.
+    # As with `python -m`, modules in the working directory can be imported.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -33,7 +33,8 @@ def load(text: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        # Functions only: names of classes and modules that a script imports would be bad advice.
+        # Suggest only functions: names of classes and modules that a script imports would be bad
+        # advice.
         own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         near = difflib.get_close_matches(name, own, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -43,10 +44,11 @@ def load(text: str) -> Callable[..., Any]:
 
 
 def load_loss(name: str) -> tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]:
-    """The loss that the user's function makes, and its arguments."""
+    """Return the loss that the user's function makes, and the arguments of the loss."""
     make = load(name)
     try:
-        # Bound first, so that a TypeError of the function itself is not taken for a wrong call.
+        # Arguments are bound first, so that a TypeError of the function itself is not taken for a
+        # wrong call.
         inspect.signature(make).bind()
     except TypeError as error:
         raise CommandError(
@@ -86,14 +88,15 @@ def _module(name: str) -> types.ModuleType:
     path = pathlib.Path(name)
     if not path.is_file():
         raise CommandError(f"there is no file {name!r}. Give its path from this folder.")
-    # Siblings of a script can be imported from it, as when it is run.
+    # A script can import its siblings, as when it is run.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        # Not for any file that ends with .py: each of them has a loader.
+        # This cannot happen for a file that ends with .py: every such file has a loader.
         raise CommandError(f"{name!r} cannot be imported as Python. Give a file of Python.")
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, as `import` does: dataclasses and pickle look a module up by its name.
+    # Register the module before it runs, as `import` does: dataclasses and pickle look a module up
+    # by its name.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

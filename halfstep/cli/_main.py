@@ -1,4 +1,4 @@
-"""Run the command: one subcommand per question, and a script with which shells complete it."""
+"""Run the command: one subcommand per question, and a script for completion in shells."""
 
 import argparse
 import os
@@ -54,11 +54,11 @@ halfstep completion fish > ~/.config/fish/completions/halfstep.fish
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Each command on one line."""
+    """Prints each command on one line."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=20)
-        # What argparse finds is too short for commands, which it indents.
+        # The length that argparse computes is too short for commands, which it indents.
         self._action_max_length = 16
 
 
@@ -79,10 +79,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0 yes, 1 no, 2 no answer."""
+    """Run the command, and return its exit status: 0 yes, 1 no, 2 no answer."""
     arguments = parser().parse_args(argv)
     if "JAX_PLATFORMS" not in os.environ and not getattr(arguments, "devices", False):
-        # Nothing is computed here: no accelerator is taken from those who use it, or missed.
+        # Commands need no accelerator. On the CPU, they take none from a run that uses it.
         jax.config.update("jax_platforms", "cpu")
     try:
         return arguments.run(arguments)
@@ -94,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("halfstep: interrupted\n")
         return 130
     except Exception:
-        # In the user's code, where a traceback says most. Python's own status for it, 1, is "no".
+        # The error is in the user's code, where a traceback says most. Python's own exit status for
+        # an error, 1, would mean "no".
         traceback.print_exc()
         sys.stderr.write("halfstep: no answer, because of the error above\n")
         return 2
@@ -121,7 +122,7 @@ def _complete(arguments: argparse.Namespace) -> int:
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script of a shell for a command."""
+    """Return the completion script of a shell for a command."""
     try:
         # Imported here, because it is an extra that no other command needs.
         import shtab
@@ -138,7 +139,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     }
     for action in _actions(parser):
         if kind := {**kinds, "DIR": shtab.DIRECTORY}.get(str(action.metavar)):
-            # Where shtab looks for it.
+            # This is the attribute that shtab reads.
             action.complete = kind  # pyright: ignore[reportAttributeAccessIssue]
     return f"{shtab.complete(parser, shell).rstrip()}\n"
 
@@ -147,7 +148,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     # argparse has no public way to list what was added; shtab itself reads the same attribute.
     for action in parser._actions:
         yield action
-        # Of commands, the choices are their parsers.
+        # The choices of the action that holds the commands are their parsers.
         if isinstance(action.choices, Mapping):
             for command in action.choices.values():
                 yield from _actions(command)

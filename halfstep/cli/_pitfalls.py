@@ -12,13 +12,13 @@ _COMPILE_SLOWLY = "--xla_backend_optimization_level=0"
 
 @dataclasses.dataclass(frozen=True)
 class Pitfall:
-    """Something that was found.
+    """A pitfall that was found.
 
     Attributes:
-        level: `"wrong"` if something will fail or silently do nothing; `"note"` if it is to be
-            known.
+        level: `"wrong"` if something will fail or silently do nothing; `"note"` if it is only worth
+            knowing.
         found: What was found.
-        cause: What it does.
+        cause: What it causes.
         cure: What to type.
     """
 
@@ -29,7 +29,7 @@ class Pitfall:
 
 
 def pitfalls(facts: Facts) -> tuple[Pitfall, ...]:
-    """All that are found, what is wrong first."""
+    """Return all pitfalls that are found, wrong ones first."""
     found = [
         one
         for part in (_packages, _tested, _plugins, _platforms, _settings, _flags, _cpu, _memory)
@@ -58,7 +58,7 @@ def _packages(facts: Facts) -> Iterator[Pitfall]:
 
 
 def _tested(facts: Facts) -> Iterator[Pitfall]:
-    """Versions that halfstep allows and that its tests have not run on."""
+    """Find versions that halfstep allows but that its tests have not run on."""
     jax = version_of(facts, "jax")
     oldest, newest = TESTED_JAX[0], TESTED_JAX[-1]
     required = [one for one in facts.needed if one.name == "jax"]
@@ -89,7 +89,7 @@ def _tested(facts: Facts) -> Iterator[Pitfall]:
 
 
 def _plugins(facts: Facts) -> Iterator[Pitfall]:
-    """Plugins of another version than jaxlib: JAX ignores them, or fails in the middle."""
+    """Find plugins of another version than jaxlib: JAX ignores them, or fails later."""
     seen = set()
     for one in facts.requires["jax"]:
         is_plugin = "plugin" in one.name or one.name == "libtpu"
@@ -98,7 +98,7 @@ def _plugins(facts: Facts) -> Iterator[Pitfall]:
             continue
         seen.add(one.name)
         if not one.allows(version):
-            # The extra without "-local" brings the CUDA libraries of the same version along.
+            # The extra without "-local" also installs the CUDA libraries of the same version.
             extra = one.extra.removesuffix("-local")
             yield Pitfall(
                 "wrong",

@@ -1,4 +1,4 @@
-"""`halfstep plan`: make it fit."""
+"""Implement `halfstep plan`: find a policy with which a step fits into memory."""
 
 import argparse
 import json
@@ -114,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     batches: Sequence[Any] | None = None
     if arguments.batches:
         batches = list(load(arguments.batches)())
-    # As a text, as every other command has it.
+    # The policy is passed as a string, as in every other command.
     _, args = make(policy=str(policy))
     return plan(
         lambda chosen: make(policy=str(chosen))[0],

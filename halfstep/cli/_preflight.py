@@ -1,4 +1,4 @@
-"""`halfstep preflight`: will it fit?"""
+"""Implement `halfstep preflight`: find out whether a step will fit."""
 
 import argparse
 import inspect
@@ -134,7 +134,7 @@ def add(commands: Commands) -> None:
 
 
 def add_compiler(parser: argparse.ArgumentParser) -> None:
-    """Add what the compiler is told."""
+    """Add the options for the compiler."""
     parser.add_argument(
         "--donate",
         type=integers,
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--fail-if-worse {arguments.fail_if_worse:g} needs an earlier report to compare with; "
             "there is none. Add --compare before.json."
         )
-    # Now, not after minutes of work.
+    # Read it now, not after minutes of work.
     before = None if arguments.compare is None else _saved(arguments.compare)
     entries = _entries(arguments)
     report = PreflightReport(tuple(entry for entry in entries if entry is not None))
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fails(check: Callable[..., None], **options: float) -> bool:
-    """Return whether a check of a report raises; what it says is printed."""
+    """Return whether a check of a report raises, and print its message."""
     try:
         check(**options)
     except (LintError, DoesNotFitError) as error:
@@ -188,7 +188,7 @@ def _fails(check: Callable[..., None], **options: float) -> bool:
 
 
 def _entries(arguments: argparse.Namespace) -> list[PreflightEntry | None]:
-    """Entries that are compiled, or of a saved report; `None` where no batch fits."""
+    """Return the entries that are compiled or saved; `None` where no batch fits."""
     if arguments.make_step.endswith(".json"):
         asked = ("target", "policy", "batch", "largest_batch")
         given = [f"--{name.replace('_', '-')}" for name in asked if getattr(arguments, name)]
@@ -241,7 +241,7 @@ def _sweep(make: Callable[..., Any], arguments: argparse.Namespace) -> Iterator[
 def _search(
     make: Callable[..., Any], arguments: argparse.Namespace
 ) -> Iterator[PreflightEntry | None]:
-    """The entry of the largest batch for each target and policy; `None` where no batch fits."""
+    """Yield the entry of the largest batch for each target and policy; `None` if no batch fits."""
     for target, policy in itertools.product(arguments.target, arguments.policy or [None]):
         given = {} if policy is None else {"policy": policy}
         label = "" if policy is None else f"{policy}, "
@@ -269,7 +269,7 @@ def compile_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "flags": arguments.flag,
         "timeout": arguments.timeout,
         "cache": not arguments.no_cache,
-        # A bar that is not overwritten, in the log of a CI run, is noise.
+        # In the log of a CI run, a progress bar is not overwritten and would be noise.
         "progress": sys.stderr.isatty(),
     }
 
@@ -280,12 +280,12 @@ def _show(
     text = ""
     if report.entries:
         text = report.detail() if arguments.detail else str(report)
-        # The details have it already.
+        # The details already contain the peak.
         if arguments.peak and not arguments.detail:
             text += f"\n\n{report.peak}"
     made = report.to_dict()
     if comparison is not None:
-        # The file can be loaded as a report all the same, and be the next to compare with.
+        # The file can still be loaded as a report, and be the next to compare with.
         made["comparison"] = comparison.to_dict()
         text += f"\n\nCompared with {arguments.compare}:\n\n{comparison}"
     answer(arguments, text, json.dumps(made, indent=2))
@@ -301,11 +301,11 @@ def _show(
 def checked_maker(
     arguments: argparse.Namespace, options: Collection[str]
 ) -> Callable[..., tuple[Callable[..., Any], tuple[Any, ...] | list[Any]]]:
-    """The user's function, with what it takes and returns checked.
+    """Return the user's function, with checks of what it takes and returns.
 
     Args:
-        arguments: Of the command; `make_step` names the function.
-        options: Names of what it will be called with.
+        arguments: The arguments of the command; `make_step` names the function.
+        options: The names of the arguments that the function will be called with.
     """
     name, make = arguments.make_step, load(arguments.make_step)
     try:
@@ -336,7 +336,7 @@ def _texts(text: str) -> list[str]:
 
 
 def _policies(text: str) -> list[str]:
-    # A policy that is written out has commas of its own: p=f32,c=bf16,o=f32.
+    # A policy that is written out contains commas: p=f32,c=bf16,o=f32.
     parts = _texts(text)
     written_out = ["=" in part for part in parts]
     if any(written_out) and not all(written_out):

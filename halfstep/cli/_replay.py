@@ -1,4 +1,4 @@
-"""`halfstep replay`: run what a bad step was given once more, in its policy and in float32."""
+"""Implement `halfstep replay`: run a captured bad step again, in its policy and in float32."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _short(arguments.policy)
     with kept_apart(arguments):
         name, make = arguments.make_step, load(arguments.make_step)
-        # Float32 tells a range that is too small from a bug that no policy causes.
+        # The run in float32 tells a range that is too small from a bug that no policy causes.
         for which in dict.fromkeys((chosen, "f32")):
             step, args = checked_pair(name, make(which), "step")
             try:
@@ -74,6 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _short(which: Policy) -> str:
-    """As people write it, if they can write it shortly."""
+    """Return the short name of a policy if it has one, and its full text otherwise."""
     name = dtype_name(which.compute) if which.recipe is None else which.recipe.name
     return name if Policy.parse(name) == which else str(which)

@@ -1,4 +1,4 @@
-"""The names of other libraries over halfstep's core: change the import, keep the step.
+"""Provide the names of other libraries on halfstep's core: change the import, keep the step.
 
 `import halfstep.compat.mpx as mpx` and `import halfstep.compat.jmp as jmp` have every public name
 of mpx 0.1.8 and jmp 0.0.4, with their signatures and their order of returns;

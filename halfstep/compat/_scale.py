@@ -1,19 +1,21 @@
-"""Round loss scales of libraries that take any number to what the core takes."""
+"""Round the loss scales of other libraries, which take any number, to the core's powers of two."""
 
 import math
 from typing import SupportsFloat
 
 import jax
 
-# Growth in jmp and jaxamp ends where float32 does; of this scale the reciprocal is still normal.
+# In jmp and jaxamp, a scale grows up to the limit of float32. The reciprocal of this scale is still
+# a normal number.
 CEILING = 2.0**126
 
 
 def power_of_two_below(value: SupportsFloat, name: str) -> float:
-    """A scale as these libraries accept it, any positive number, rounded down to a power of two.
+    """Round a scale down to a power of two.
 
-    The core takes powers of two only. Whatever a loss is multiplied by is divided out again, so a
-    rounded scale changes no result but the rounding errors, which vanish.
+    These libraries accept any positive number, but the core takes only powers of two. The factor of
+    the loss is divided out again, so a rounded scale changes no result except for the rounding
+    errors, which vanish.
     """
     try:
         number = float(value)

@@ -1,4 +1,4 @@
-"""The names of flashoptim-jax, made of `halfstep.optim`.
+"""Provide the names of flashoptim-jax on top of `halfstep.optim`.
 
 Change the import and keep the rest:
 
@@ -6,11 +6,11 @@ Change the import and keep the rest:
 from halfstep.compat.flashoptim_jax import flash_adamw, flash_lion, flash_sgdw
 ```
 
-What differs, and why: scales are bfloat16 and of rows, not float16 and of flat runs, so that small
-and large gradients survive, one outlier does not move its neighbors, and leaves can be sharded. The
-split of weights is one of bits, exact for 32 of them. Leaves of fewer than 4096 elements keep
-float32 moments. The optimizers are also Optax's, run on CPUs, GPUs and TPUs, and states of the two
-libraries are not exchangeable: `reconstruct_weights` there and `set_fp32_params` here carry
+Some things differ. Scales are bfloat16 and belong to rows, not float16 and flat runs, so that small
+and large gradients survive, one outlier does not move its neighbors, and leaves can be sharded.
+Weights are split by their bits, which is exact for 32 bits. Leaves of fewer than 4096 elements keep
+float32 moments. The optimizers are also Optax optimizers, and run on CPUs, GPUs and TPUs. States of
+the two libraries are not exchangeable: `reconstruct_weights` there and `set_fp32_params` here carry
 parameters over.
 """
 
@@ -29,7 +29,7 @@ from halfstep.optim._layout import StateOptions, options_of
 from halfstep.optim._transform import Transformation
 from halfstep.quant import join, split
 
-# More elements than any leaf has: with it as the smallest size to compress, none is.
+# More elements than any leaf has. As the smallest size to compress, it turns compression off.
 _EVERYTHING = 1 << 62
 _T = TypeVar("_T")
 
@@ -63,7 +63,7 @@ _State = FlashAdamState | FlashLionState | FlashSGDState
 
 
 class FlashOptimizer(optax.GradientTransformationExtraArgs):
-    """`init` and `step`; and `update`, with which it is an optimizer of Optax."""
+    """An optimizer with `init` and `step`, and with `update`, as Optax needs it."""
 
     step: Callable[..., tuple[Any, Any]]
 
@@ -80,7 +80,7 @@ def flash_adamw(
     fused: bool = True,
     param_groups: Any = None,
 ) -> FlashOptimizer:
-    """AdamW with decoupled weight decay; see `halfstep.optim.flash_adamw`."""
+    """Make AdamW with decoupled weight decay; see `halfstep.optim.flash_adamw`."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     rule = FlashRule(
         "adam", learning_rate, b1=b1, b2=b2, eps=eps, decay=weight_decay, moments=(True, True)
@@ -100,7 +100,7 @@ def flash_adam(
     fused: bool = True,
     param_groups: Any = None,
 ) -> FlashOptimizer:
-    """Adam; weight decay is a part of the gradient."""
+    """Make Adam, with weight decay as a part of the gradient."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     rule = FlashRule(
         "adam",
@@ -126,7 +126,7 @@ def flash_lion(
     fused: bool = True,
     param_groups: Any = None,
 ) -> FlashOptimizer:
-    """Lion; see `halfstep.optim.flash_lion`."""
+    """Make Lion; see `halfstep.optim.flash_lion`."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     rule = FlashRule("lion", learning_rate, b1=b1, b2=b2, decay=weight_decay, moments=(True, False))
     return _wrapped(flash(rule, options), FlashLionState)
@@ -144,7 +144,7 @@ def flash_sgd(
     fused: bool = True,
     param_groups: Any = None,
 ) -> FlashOptimizer:
-    """Gradient descent; weight decay is a part of the gradient."""
+    """Make gradient descent, with weight decay as a part of the gradient."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, True, options)
 
@@ -161,7 +161,7 @@ def flash_sgdw(
     fused: bool = True,
     param_groups: Any = None,
 ) -> FlashOptimizer:
-    """Gradient descent with decoupled weight decay; see `halfstep.optim.flash_sgd`."""
+    """Make gradient descent with decoupled weight decay; see `halfstep.optim.flash_sgd`."""
     options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
     return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, False, options)
 
@@ -207,8 +207,8 @@ def _options(
 
 
 def _wrapped(optimizer: Transformation, kind: type[_State]) -> FlashOptimizer:
-    """An optimizer whose state has flashoptim-jax's names."""
-    # Optax types its trees so that a module is none; at run time it takes any.
+    """Make an optimizer whose state has flashoptim-jax's names."""
+    # Optax's types do not accept a module as a tree; at run time Optax takes any tree.
     inner: Any = optimizer
 
     def theirs(state: FlashState) -> _State:
@@ -216,7 +216,7 @@ def _wrapped(optimizer: Transformation, kind: type[_State]) -> FlashOptimizer:
         return kind(**{name: found[name] for name in kind._fields})
 
     def ours(params: object, state: _State) -> FlashState:
-        # States of Lion and SGD have no second moment; ours has a tree of `None` there.
+        # States of Lion and SGD have no second moment; halfstep's state has a tree of `None` there.
         nothing = jax.tree.map(lambda _: None, params)
         return FlashState(state.count, state.ecc, state.mu, getattr(state, "nu", nothing))
 
@@ -242,37 +242,37 @@ def _wrapped(optimizer: Transformation, kind: type[_State]) -> FlashOptimizer:
 
 
 def flash_adamw_state_dict(state: FlashAdamState) -> dict[str, Any]:
-    """A state as a dictionary of trees of arrays."""
+    """Return a state as a dictionary of trees of arrays."""
     return dict(state._asdict())
 
 
 def load_flash_adamw_state_dict(state_dict: dict[str, Any]) -> FlashAdamState:
-    """The state of a dictionary."""
+    """Make a state from a dictionary."""
     return FlashAdamState(**state_dict)
 
 
 def flash_lion_state_dict(state: FlashLionState) -> dict[str, Any]:
-    """A state as a dictionary of trees of arrays."""
+    """Return a state as a dictionary of trees of arrays."""
     return dict(state._asdict())
 
 
 def load_flash_lion_state_dict(state_dict: dict[str, Any]) -> FlashLionState:
-    """The state of a dictionary."""
+    """Make a state from a dictionary."""
     return FlashLionState(**state_dict)
 
 
 def flash_sgd_state_dict(state: FlashSGDState) -> dict[str, Any]:
-    """A state as a dictionary of trees of arrays."""
+    """Return a state as a dictionary of trees of arrays."""
     return dict(state._asdict())
 
 
 def load_flash_sgd_state_dict(state_dict: dict[str, Any]) -> FlashSGDState:
-    """The state of a dictionary."""
+    """Make a state from a dictionary."""
     return FlashSGDState(**state_dict)
 
 
 def cast_tree_bf16(params: Any) -> Any:
-    """Float leaves in bfloat16."""
+    """Cast float leaves to bfloat16."""
     return jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
     )
@@ -281,24 +281,24 @@ def cast_tree_bf16(params: Any) -> Any:
 def split_leaf(
     theta: Any, narrow_dtype: Any = jnp.bfloat16, master_weight_bits: int | None = 24
 ) -> tuple[Any, Any]:
-    """A float32 leaf as a parameter of a dtype, and what it lacks."""
+    """Split a float32 leaf into a parameter of a narrower dtype and the bits that it lacks."""
     if jnp.dtype(narrow_dtype) == jnp.float32 or master_weight_bits is None:
         return theta.astype(narrow_dtype), None
     if jnp.dtype(narrow_dtype) != jnp.bfloat16:
         raise ValueError(
             f"a split is into bfloat16 and the rest; got narrow_dtype={jnp.dtype(narrow_dtype)}."
         )
-    # 24 bits are the 16 of bfloat16 and 8 of the rest; 32 are all.
+    # 24 bits are the 16 of bfloat16 and 8 of the rest; 32 bits are all.
     return split(theta.astype(jnp.float32), bits=8 if master_weight_bits == 24 else 16)
 
 
 def reconstruct_leaf(theta_lp: Any, rho: Any) -> Any:
-    """The float32 leaf of a parameter and what it lacks."""
+    """Join a parameter and the bits that it lacks into a float32 leaf."""
     return theta_lp.astype(jnp.float32) if rho is None else join(theta_lp, rho)
 
 
 def reconstruct_weights(params_lp: Any, errors: Any) -> Any:
-    """Float32 parameters of those that are computed with, and the `ecc` of a state."""
+    """Join low-precision parameters and the `ecc` of a state into float32 parameters."""
     leaves, treedef = jax.tree.flatten(params_lp)
     pairs = zip(leaves, treedef.flatten_up_to(errors), strict=True)
     return treedef.unflatten([reconstruct_leaf(*pair) for pair in pairs])
@@ -307,7 +307,7 @@ def reconstruct_weights(params_lp: Any, errors: Any) -> Any:
 def set_fp32_params(
     fp32_params: Any, param_template: Any, master_weight_bits: int | None = 24
 ) -> tuple[Any, Any]:
-    """Float32 parameters as those of a template's dtypes, and the `ecc` of a state."""
+    """Split float32 parameters into parameters of a template's dtypes and the `ecc` of a state."""
     leaves, treedef = jax.tree.flatten(fp32_params)
     pairs = zip(leaves, treedef.flatten_up_to(param_template), strict=True)
     made = [split_leaf(leaf, like.dtype, master_weight_bits) for leaf, like in pairs]

@@ -1,8 +1,8 @@
-"""The names of jaxamp 0.0.4: `import halfstep.compat.jaxamp as jaxamp` is the whole migration.
+"""Provide jaxamp 0.0.4's names: `import halfstep.compat.jaxamp as jaxamp` is the whole migration.
 
-`amp` is halfstep's autocast, which has jaxamp's precision functions as rules; the scaler's state is
-halfstep's loss scaling with jaxamp's constructor, so `halfstep.filter_grad` takes it as well. What
-jaxamp gets wrong is right here; the migration guide lists each difference.
+`amp` is halfstep's autocast, which has jaxamp's precision functions as rules. The scaler's state is
+halfstep's loss scaling with jaxamp's constructor, so `halfstep.filter_grad` takes it as well.
+Mistakes of jaxamp are corrected here; the migration guide lists each difference.
 """
 
 import dataclasses
@@ -64,13 +64,13 @@ def use_compute_precision(
     left as it is.
 
     Args:
-        compute_dtype: That of `amp`.
-        original_dtypes: What the operands' dtypes are without `amp`.
+        compute_dtype: The compute dtype of `amp`.
+        original_dtypes: The dtypes of the operands without `amp`.
         *invars: The operands.
-        **bind_params: What else the primitive is bound with.
+        **bind_params: The other parameters that the primitive is bound with.
 
     Returns:
-        The operands and the parameters that the operation is to be bound with.
+        The operands and the parameters to bind the operation with.
     """
     if not all(map(is_castable, invars)):
         return invars, bind_params
@@ -85,20 +85,21 @@ def use_original_precision(
     """Run an operation in the dtypes in which it is written.
 
     Args:
-        compute_dtype: That of `amp`.
-        original_dtypes: What the operands' dtypes are without `amp`.
+        compute_dtype: The compute dtype of `amp`.
+        original_dtypes: The dtypes of the operands without `amp`.
         *invars: The operands.
-        **bind_params: What else the primitive is bound with.
+        **bind_params: The other parameters that the primitive is bound with.
 
     Returns:
-        The operands and the parameters that the operation is to be bound with.
+        The operands and the parameters to bind the operation with.
     """
     pairs = zip(invars, original_dtypes, strict=True)
     return tuple(cast_tree(x, dtype) if is_castable(x) else x for x, dtype in pairs), bind_params
 
 
-# Which of halfstep's outcomes they are. Those know more than a function of operands can: gradients
-# of parameters add up in float32, and whole loops can be left as they are written.
+# Precision functions that stand for one of halfstep's outcomes are replaced by it. An outcome knows
+# more than a function of operands can: gradients of parameters add up in float32, and whole loops
+# can be left as they are written.
 def _outcome(function: PrecisionFunction) -> Any:
     if function is use_compute_precision:
         return "compute"
@@ -108,7 +109,7 @@ def _outcome(function: PrecisionFunction) -> Any:
 default_amp_policy: AmpPolicy = MappingProxyType(
     dict.fromkeys((_STOP, "amp_step", "amp_default"), use_original_precision)
 )
-"""The scopes that stop `amp`. The table of `halfstep.autocast` decides what is in no policy."""
+"""The scopes that stop `amp`. The table of `halfstep.autocast` decides everything else."""
 
 
 # Policies.
@@ -125,36 +126,36 @@ def amp(
     Args:
         fun: Any function that can be traced; its first argument holds the parameters. Without it, a
             decorator is returned.
-        compute_dtype: The dtype of low precision.
-        amp_policy: What differs from the table of `halfstep.autocast`. Keys are JAX's primitives
-            (`jax.lax.add_p`), or the names of `jax.named_scope`s; of several active scopes the
-            outermost is used, and any scope comes before a primitive. Values are functions
+        compute_dtype: The low-precision dtype.
+        amp_policy: Differences from the table of `halfstep.autocast`. Keys are JAX's primitives
+            (`jax.lax.add_p`), or the names of `jax.named_scope`s. The outermost active scope wins,
+            and any scope comes before a primitive. Values are functions
             `(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)`. An
-            entry that is for nothing in `fun` is no error. The entries of `default_amp_policy` are
-            there unless they are replaced.
+            entry that matches nothing in `fun` is not an error. The entries of
+            `default_amp_policy` apply unless they are replaced.
 
     Returns:
         A function of the same arguments. Its results have the dtypes that they have without `amp`.
 
     Raises:
         TypeError: If `amp_policy` has an entry of another kind.
-        ValueError: When called, if a function is for a loop or a call, which has no precision.
+        ValueError: When called, if an entry is for a loop or a call, which has no precision.
     """
     if fun is None:
         return functools.partial(amp, compute_dtype=compute_dtype, amp_policy=amp_policy)
-    # `every_rule=False`: a policy of jaxamp is written once for many functions, while an own rule
-    # that matches nothing is an error.
+    # `every_rule=False`, because a policy of jaxamp is written once for many functions. A rule of
+    # halfstep's own that matches nothing is an error.
     policy = Policy(compute=compute_dtype, rules=tuple(_rules(amp_policy)))
     return rewritten(fun, settings_of(policy), params={0}, every_rule=False)
 
 
 def amp_stop(f: Any = None) -> Any:
-    """Leave a function, or what is inside a `with`, as it is written, whatever `amp` does.
+    """Leave a function, or the body of a `with`, as it is written, whatever `amp` does.
 
-    It is the scope `jax.named_scope("amp_stop")`.
+    This uses the scope `jax.named_scope("amp_stop")`.
 
     Args:
-        f: The function. Without it, the scope is returned, a context manager.
+        f: The function. Without it, the scope is returned as a context manager.
     """
     if f is None:
         return jax.named_scope(_STOP)
@@ -169,12 +170,12 @@ def amp_stop(f: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """Whether an operation is one that an entry of a policy is for."""
+    """A predicate of operations: whether an entry of a policy is for an operation."""
 
     scope: str | None
     """The scope of the entry; `None` if it is for a primitive."""
     scopes: tuple[str, ...]
-    """All those of the policy."""
+    """All scopes of the policy."""
     floats_only: bool
 
     @property
@@ -190,9 +191,9 @@ class _Entry:
 
 
 def _outermost(scope: str, names: Sequence[str]) -> str | None:
-    """Of some scopes' names, the one that is active on the outermost level."""
+    """Return the name of the scope that is active on the outermost level."""
     active = scope.split("/")
-    # A name may itself have slashes, `"block/attention"`, and then ends at a level.
+    # A name may itself contain slashes, `"block/attention"`, and then ends at a level.
     for level in range(1, len(active) + 1):
         for name in names:
             wanted = name.split("/")
@@ -229,9 +230,9 @@ class DynamicScalerState(_training.DynamicLossScaling):
 
     Args:
         patience: Good steps in a row before the scaler grows.
-        adjust_factor: What the scaler grows and shrinks by, a power of two.
-        scaler: The scale to begin with, rounded down to a power of two. It never falls below 1, or
-            below what it begins with.
+        adjust_factor: The factor by which the scaler grows and shrinks, a power of two.
+        scaler: The initial scale, rounded down to a power of two. The scale never falls below 1, or
+            below its initial value if that is smaller.
         count: Good steps so far, to continue a run.
     """
 
@@ -248,7 +249,8 @@ class DynamicScalerState(_training.DynamicLossScaling):
             period=int(patience),
             factor=_training.power_of_two(adjust_factor, "adjust_factor"),
         )
-        # jaxamp counts one further before it grows: a state of its may have reached its patience.
+        # jaxamp counts one step further before the scaler grows, so that one of its states may have
+        # reached its patience.
         self.counter = jnp.asarray(min(int(count), self.period - 1), jnp.int32)
 
     @property
@@ -258,7 +260,7 @@ class DynamicScalerState(_training.DynamicLossScaling):
 
     @property
     def adjust_factor(self) -> float:
-        """What the scaler grows and shrinks by."""
+        """The factor by which the scaler grows and shrinks."""
         return self.factor
 
     @property
@@ -273,7 +275,7 @@ class DynamicScalerState(_training.DynamicLossScaling):
 
 
 DynamicLossScaler = DynamicScalerState
-"""What jaxamp's README calls it in its first example."""
+"""The name of `DynamicScalerState` in the first example of jaxamp's README."""
 
 
 def dynamic_scale_value_and_grad(
@@ -284,18 +286,19 @@ def dynamic_scale_value_and_grad(
     filter: bool = True,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Value and gradients with a dynamic loss scaler.
+    """Compute a value and its gradients with a dynamic loss scaler.
 
     Args:
         fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
-        has_aux: Whether `fun` returns an auxiliary output. It has no say in whether a step is good.
-        redo_on_nan: How often gradients that are not finite are computed again, each time with the
-            scaler that the last attempt has left. What the last attempt gives is returned, finite
-            or not. If the loss itself is not finite, no other scaler changes it, and nothing is
-            computed again.
+        has_aux: Whether `fun` returns an auxiliary output. It does not affect whether a step is
+            good.
+        redo_on_nan: How often gradients that are not finite are recomputed, each time with the
+            scaler that the last attempt has left. The result of the last attempt is returned,
+            finite or not. If the loss itself is not finite, no other scaler changes it, and nothing
+            is recomputed.
         filter: Whether to differentiate with respect to the inexact arrays of the first argument,
-            as `eqx.filter_value_and_grad` does; else by `jax.value_and_grad`.
-        **kwargs: Passed to `jax.value_and_grad`: `argnums=1`.
+            as `eqx.filter_value_and_grad` does. If false, `jax.value_and_grad` is used.
+        **kwargs: Passed to `jax.value_and_grad`, such as `argnums=1`.
 
     Returns:
         A function of the same arguments and of `dynamic_scaler_state`, by name, that returns
@@ -314,14 +317,14 @@ def dynamic_scale_value_and_grad(
             loss, _ = result if has_aux else (result, None)
             return state.scale(loss), result
 
-        # The result is handed through as auxiliary output, so that the value that is returned was
-        # never scaled.
+        # The result is passed through as auxiliary output, so that the returned value was never
+        # scaled.
         (_, result), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
         grads = state.unscale(grads)
         loss_finite = _training.all_finite(result[0] if has_aux else result)
         finite = loss_finite & _training.all_finite(grads)
-        # Repeated only if the loss is finite and gradients are not: a smaller scale helps against
-        # an overflow of the backward pass alone.
+        # The attempt is repeated only if the loss is finite and gradients are not: a smaller scale
+        # helps only against an overflow in the backward pass.
         return state.adjust(finite), loss_finite & ~finite, (result, grads)
 
     @functools.wraps(fun)
@@ -339,7 +342,7 @@ def dynamic_scale_value_and_grad(
             return state, result
         return _repeated(attempt, dynamic_scaler_state, (args, kwds), int(redo_on_nan) + 1)
 
-    # Its signature is not that of `fun`: it has one argument more.
+    # The signature is not that of `fun`: it has one more argument.
     del value_and_grad.__wrapped__
     return value_and_grad
 
@@ -352,14 +355,14 @@ def dynamic_scale_grad(
     filter: bool = True,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Gradients with a dynamic loss scaler.
+    """Compute gradients with a dynamic loss scaler.
 
     Args:
         fun: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
         has_aux: Whether `fun` returns an auxiliary output.
         redo_on_nan: As in `dynamic_scale_value_and_grad`.
         filter: As in `dynamic_scale_value_and_grad`.
-        **kwargs: Passed to `jax.value_and_grad`: `argnums=1`.
+        **kwargs: Passed to `jax.value_and_grad`, such as `argnums=1`.
 
     Returns:
         A function of the same arguments and of `dynamic_scaler_state`, by name, that returns
@@ -381,10 +384,11 @@ def _repeated(
     attempt: Callable[..., tuple[T, Array, Any]], state: T, call: tuple[Any, ...], limit: int
 ) -> tuple[T, Any]:
     """Attempt a call until it need not be repeated, at most `limit` times. It is compiled once."""
-    # Handed over and not closed over: arrays would else be written into the program.
+    # Arrays are passed as arguments and not closed over: otherwise they would be written into the
+    # program.
     given, static = eqx.partition(call, eqx.is_array)
-    # What is no array cannot be carried by a loop. It is the same in every attempt, and kept aside
-    # while tracing.
+    # A loop can carry only arrays. The other results are the same in every attempt, and are kept
+    # aside while tracing.
     others: list[Any] = []
 
     @jax.jit
@@ -412,5 +416,5 @@ def _repeated(
 
 
 def _blank(like: jax.ShapeDtypeStruct) -> Array:
-    # Inside `shard_map` the carry must also vary over the same axes as what replaces it.
+    # Inside `shard_map`, the carry must also vary over the same axes as the value that replaces it.
     return vary(jax.lax.full(like.shape, 0, like.dtype), tuple(varying_axes(like)))

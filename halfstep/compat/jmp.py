@@ -1,7 +1,7 @@
-"""The names of jmp 0.0.4: `import halfstep.compat.jmp as jmp` is the whole migration.
+"""Provide the names of jmp 0.0.4: `import halfstep.compat.jmp as jmp` is the whole migration.
 
 Loss scales are halfstep's with jmp's constructors, so `halfstep.filter_grad` takes them as well.
-What jmp gets wrong is right here; the migration guide lists each difference.
+Mistakes of jmp are corrected here; the migration guide lists each difference.
 """
 
 import contextlib
@@ -41,13 +41,16 @@ _NAMES = MappingProxyType({"f32": "full"})
 
 
 def half_dtype() -> Any:
-    """`jnp.bfloat16` where the first device is a TPU, else `jnp.float16`. Starts the backend."""
+    """Return `jnp.bfloat16` if the first device is a TPU, else `jnp.float16`.
+
+    This starts the backend.
+    """
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
 def _scalar_type(dtype: DTypeLike) -> Any:
-    """`jnp.float16` and its like, which can be called, whichever way the dtype was written."""
-    # NumPy takes "half" for float16, so the comparison is between texts only.
+    """Return a type that can be called, such as `jnp.float16`, for a dtype in any notation."""
+    # NumPy takes "half" for float16, so only strings are compared with it.
     by_backend = isinstance(dtype, str) and dtype == "half"
     return getattr(jnp, parse_dtype(half_dtype() if by_backend else dtype).name)
 
@@ -55,7 +58,7 @@ def _scalar_type(dtype: DTypeLike) -> Any:
 @jtu.register_static
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
-    """Which dtype parameters, computation and results have. Immutable; a static pytree.
+    """The dtypes of parameters, computation and results. Immutable; a static pytree.
 
     Attributes:
         param_dtype: Dtype of the parameters.
@@ -88,7 +91,7 @@ class Policy:
         return cast_tree(x, self.output_dtype, float64=True)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """The same policy with another output dtype."""
+        """Return the same policy with another output dtype."""
         return Policy(self.param_dtype, self.compute_dtype, output_dtype)
 
     def __str__(self) -> str:
@@ -100,17 +103,17 @@ class Policy:
 
 
 def get_policy(policy_name: str) -> Policy:
-    """Read a policy from text.
+    """Parse a policy from a string.
 
     Args:
         policy_name: A dtype's name, which then holds for parameters, computation and results
             alike (unlike in halfstep, where `"bf16"` keeps parameters and results in float32), or
-            parts such as `"params=float32,compute=float16,output=float32"`, `"p=f32,c=bf16"`.
+            parts such as `"params=float32,compute=float16,output=float32"` or `"p=f32,c=bf16"`.
             Parameters default to float32, compute follows params and output follows compute.
             `"half"` depends on the backend, see `half_dtype`.
     """
     text = policy_name if "=" in policy_name else f"params={policy_name}"
-    # Asked only if needed, because the answer starts the backend.
+    # `half_dtype` is called only if needed, because it starts the backend.
     half = half_precision(half_dtype()) if "half" in text else contextlib.nullcontext()
     with half:
         parsed = _policy.Policy.parse(text)
@@ -136,10 +139,10 @@ class DynamicLossScale(_training.DynamicLossScaling):
     """halfstep's `DynamicLossScaling` with jmp's constructor and limits.
 
     Args:
-        loss_scale: The scale to begin with, of any dtype, rounded down to a power of two.
+        loss_scale: The initial scale, of any dtype, rounded down to a power of two.
         counter: Good steps so far.
         period: Good steps in a row before the scale grows.
-        factor: What the scale grows and shrinks by, a power of two.
+        factor: The factor by which the scale grows and shrinks, a power of two.
         min_loss_scale: The floor, rounded down to a power of two.
     """
 
@@ -200,7 +203,7 @@ class NoOpLossScale(_training.NoLossScaling):
 
 
 LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
-"""Any of the three."""
+"""Any of the three loss scales."""
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
@@ -209,7 +212,7 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
-    """`a` if `pred`, else `b`.
+    """Return `a` if `pred`, else `b`.
 
     Arrays and PRNG keys are selected. Python numbers that differ become arrays, as in jmp; every
     other leaf must be the same in both trees.
@@ -217,7 +220,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     if jtu.tree_structure(a) != jtu.tree_structure(b):
         return _training.select_tree(pred, a, b)  # Its error shows both structures.
 
-    # Only numbers that differ: one that is the same in both stays a Python number, and static.
+    # Only numbers that differ become arrays. A number that is the same in both trees stays a Python
+    # number, which is static.
     def selectable(leaf: object, other: object) -> Any:
         numbers = all(isinstance(x, bool | int | float | complex) for x in (leaf, other))
         return np.asarray(leaf) if numbers and leaf != other else leaf

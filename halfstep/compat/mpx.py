@@ -1,7 +1,7 @@
-"""The names of mpx 0.1.8: `import halfstep.compat.mpx as mpx` is the whole migration.
+"""Provide the names of mpx 0.1.8: `import halfstep.compat.mpx as mpx` is the whole migration.
 
 Signatures and orders of returns are mpx's, and so is the default of float16 for "half precision".
-What mpx gets wrong is right here; the migration guide lists each difference.
+Mistakes of mpx are corrected here; the migration guide lists each difference.
 """
 
 import functools
@@ -50,9 +50,10 @@ FLOAT16_MAX: Array
 BFLOAT16_MAX: Array
 HALF_PRECISION_DATATYPE: Any
 
-# Its own context beside `halfstep.half_precision`, because "half" is float16 in mpx and bfloat16
-# in halfstep. As part of JAX's trace context it belongs to every jit cache key: a function that
-# was traced for float16 is traced anew for bfloat16, which mpx's module variable cannot achieve.
+# This context is separate from `halfstep.half_precision`, because "half" is float16 in mpx and
+# bfloat16 in halfstep. As a part of JAX's trace context it belongs to every jit cache key: a
+# function that was traced for float16 is traced anew for bfloat16, which mpx's module variable
+# cannot achieve.
 _HALF = jax.make_user_context(np.dtype(np.float16))
 
 # mpx holds the scale at or below 65504, the largest float16; this is the power of two below it.
@@ -60,24 +61,24 @@ _CEILING = 2.0**15
 
 
 def __getattr__(name: str) -> Any:
-    # Computed on access: an array made at import would start JAX's backend.
+    # Arrays are made on access: an array that is made at import would start JAX's backend.
     if name in ("FLOAT16_MAX", "BFLOAT16_MAX"):
         largest = FORMATS["f16" if name == "FLOAT16_MAX" else "bf16"].max
         with jax.ensure_compile_time_eval():
             return jnp.asarray(largest, jnp.float32)
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()
-    # Python asks for names that may not be there, and words its own error so.
+    # Python itself asks for names that may not exist. This is the wording of its own error.
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def half_precision_datatype() -> Any:
-    """What "half precision" means in this module: `jnp.float16` unless it was set otherwise."""
+    """Return the "half precision" dtype of this module: `jnp.float16` unless another was set."""
     return getattr(jnp, _HALF.value.name)
 
 
 def set_half_precision_datatype(datatype: DTypeLike) -> None:
-    """From now on and in this thread, "half precision" in this module means `datatype`.
+    """Set the "half precision" dtype of this module, from now on and in this thread.
 
     Functions that were jitted before are traced anew.
 
@@ -92,7 +93,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
         raise kind(f"{required}; got {datatype!r}.") from error
     if resolved.itemsize != 2:
         raise ValueError(f"{required}; got {datatype!r}, which has {8 * resolved.itemsize} bits.")
-    # Entered and never left: the context becomes this thread's value.
+    # The context is entered and never left, so that it becomes this thread's value.
     _HALF(resolved).__enter__()
 
 
@@ -102,7 +103,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
 
 
 def cast_to_half_precision(x: T) -> T:
-    """Cast to what `half_precision_datatype` says."""
+    """Cast to the dtype that `half_precision_datatype` returns."""
     return _policy.cast_tree(x, half_precision_datatype())
 
 
@@ -129,12 +130,12 @@ def cast_to_float32(x: T) -> T:
 def cast_function(
     func: Callable[..., T], dtype: DTypeLike, return_dtype: DTypeLike | None = None
 ) -> Callable[..., T]:
-    """Cast what goes into a function and any pytree that comes out of it.
+    """Cast the arguments of a function and any pytree that it returns.
 
     Args:
         func: Any function of pytrees.
-        dtype: What the floating-point arguments are cast to.
-        return_dtype: What the results are cast to; `dtype` if it is `None`.
+        dtype: The dtype to cast floating-point arguments to.
+        return_dtype: The dtype to cast results to; `None` means `dtype`.
     """
     return _policy.cast_function(func, dtype, dtype if return_dtype is None else return_dtype)
 
@@ -146,7 +147,7 @@ def force_full_precision(
 
     Args:
         func: The function or module.
-        return_dtype: What the results are cast to; `None` means the dtype the arguments had
+        return_dtype: The dtype to cast results to; `None` means the dtype that the arguments had
             (mpx's default is float16, in bfloat16 mode too).
     """
     return _policy.force_full_precision(func, return_dtype)
@@ -156,10 +157,10 @@ class DynamicLossScaling(_training.DynamicLossScaling):
     """halfstep's loss scaling with mpx's constructor and limits.
 
     Args:
-        loss_scaling: The scale to begin with, rounded down to a power of two that is at most 2**15:
+        loss_scaling: The initial scale, rounded down to a power of two that is at most 2**15:
             `FLOAT16_MAX` gives 32768.
         min_loss_scaling: The floor, rounded down to a power of two.
-        factor: What the scale grows and shrinks by, a power of two.
+        factor: The factor by which the scale grows and shrinks, a power of two.
         period: Good steps in a row before the scale grows.
         counter: Good steps so far, to continue a run.
     """
@@ -189,8 +190,9 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
-    """The arrays of `a` if `pred`, else those of `b`; what is no array is taken from `a`."""
-    # halfstep's own refuses leaves that differ and are no arrays; mpx takes those of `a`.
+    """Return the arrays of `a` if `pred`, else those of `b`; other leaves are taken from `a`."""
+    # halfstep's `select_tree` refuses leaves that differ and are not arrays; mpx takes those of
+    # `a`.
     arrays, others = eqx.partition(a, is_array)
     return eqx.combine(_training.select_tree(pred, arrays, eqx.filter(b, is_array)), others)
 
@@ -198,7 +200,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 def scaled(
     func: Callable[..., Any], scaling: _training.AbstractLossScaling, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Scale what a function returns; with `has_aux`, the first of the two things it returns."""
+    """Scale the result of a function; with `has_aux`, the first of its two results."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -217,13 +219,13 @@ def calculate_scaled_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., Any]:
-    """Value and gradients as the backward pass leaves them: scaled, and in half precision.
+    """Compute a value and its gradients, which stay scaled and in half precision.
 
     Args:
         func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
         scaling: The loss scaling.
         has_aux: Whether `func` returns an auxiliary output.
-        use_mixed_precision: If not, nothing is cast and nothing is scaled.
+        use_mixed_precision: If false, nothing is cast and nothing is scaled.
 
     Returns:
         A function of the same arguments that returns what `eqx.filter_value_and_grad` would.
@@ -247,15 +249,15 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Value and gradients in mixed precision.
+    """Compute a value and its gradients in mixed precision.
 
     Args:
         func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
         scaling: The loss scaling.
-        has_aux: Whether `func` returns an auxiliary output. It comes back in the dtypes that
+        has_aux: Whether `func` returns an auxiliary output. It is returned in the dtypes that
             `func` gives it without mixed precision.
-        use_mixed_precision: If not, nothing is cast, nothing is scaled and `scaling` is returned
-            as it is; whether the gradients are finite is computed all the same.
+        use_mixed_precision: If false, nothing is cast, nothing is scaled and `scaling` is returned
+            as it is. Gradients are still checked for finiteness.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, grads_finite, grads)`,
@@ -264,12 +266,12 @@ def filter_value_and_grad(
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        # Here and not outside: what "half" means is asked at the time of the call.
+        # The policy is made here and not outside, so that the call decides what "half" means.
         if use_mixed_precision:
             options: Any = {"policy": Policy(compute=half_precision_datatype(), mode="inputs")}
             applied = scaling
         else:
-            # Everything is kept as it is given: mpx casts nothing then, while policy f32 casts
+            # Everything is kept as it is given: mpx casts nothing here, while the policy f32 casts
             # inputs of 16 bits.
             options = {"policy": "f32", "keep": ("**",)}
             applied = _training.NoLossScaling()
@@ -277,7 +279,7 @@ def filter_value_and_grad(
             func, applied, has_aux=has_aux, check_finite=True, **options
         )
         value, _, verdict, grads = transform(*args, **kwargs)
-        # mpx asks for the gradients alone, while a verdict asks for the loss as well.
+        # mpx checks only the gradients, while a verdict also checks the loss.
         grads_finite = verdict.first_leaf < 0
         adjusted = scaling.adjust(grads_finite) if use_mixed_precision else scaling
         return value, adjusted, grads_finite, grads
@@ -291,7 +293,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Gradients in mixed precision, always in float32 or wider.
+    """Compute gradients in mixed precision, and return them in float32 or wider.
 
     Args:
         func: A function that returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -322,15 +324,15 @@ def optimizer_update(
     grads_finite: Any,
     **extra_args: Any,
 ) -> tuple[T, Any]:
-    """Apply an optimizer's step if the gradients are finite, else leave everything as it was.
+    """Apply an optimizer's step if the gradients are finite, else leave everything unchanged.
 
     Args:
-        model: Any pytree; its inexact arrays are what is trained.
+        model: Any pytree; its inexact arrays are trained.
         optimizer: Any Optax optimizer.
-        optimizer_state: Its state.
+        optimizer_state: The state of the optimizer.
         grads: Gradients.
         grads_finite: A boolean scalar.
-        **extra_args: Passed to `optimizer.update`, which mpx does not.
+        **extra_args: Passed to `optimizer.update`, unlike in mpx.
     """
     return _training.optimizer_update(
         model, optimizer, optimizer_state, grads, grads_finite, **extra_args

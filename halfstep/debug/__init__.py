@@ -1,4 +1,4 @@
-"""Where did it start? Numbers of a program while it runs, and what to make of them."""
+"""Debug numerics: find where non-finite values start, record a run, compare it with float32."""
 
 from halfstep.debug._compare.bisect import bisect as bisect
 from halfstep.debug._compare.bisection import (

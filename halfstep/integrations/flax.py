@@ -1,4 +1,4 @@
-"""Checkpoints by `flax.serialization`: importing this module registers halfstep's pytrees.
+"""Save halfstep's pytrees with `flax.serialization`: importing this module registers them.
 
 ```python
 import flax.serialization
@@ -12,8 +12,8 @@ restored = flax.serialization.from_bytes(target, data)
 assert restored["scaling"].loss_scaling == 2**12
 ```
 
-Every field is saved, those that are no arrays too, and the saved value wins over the target's: a
-run continues with the period and the limits it was started with.
+Every field is saved, including those that are not arrays, and the saved value wins over the
+target's: a run continues with the period and the limits it was started with.
 """
 
 import dataclasses
@@ -50,13 +50,13 @@ def _describe(value: object) -> str:
 
 def _to_state_dict(node: _Node) -> dict[str, Any]:
     values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-    # Tuples are what Flax cannot write.
+    # Flax cannot write tuples.
     return {n: json.dumps(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
 def _restore_array(value: Any, target: object, name: str, owner: type) -> Any:
-    # Flax replaces arrays by others of any dtype and shape, and the next step would compile anew or
-    # fail.
+    # Flax would replace arrays by others of any dtype and shape, and the next step would recompile
+    # or fail.
     if _describe(value) != _describe(target):
         raise ValueError(
             f"{_where(name, owner)} must be {_describe(target)}, as in the target; the saved one "
@@ -68,7 +68,7 @@ def _restore_array(value: Any, target: object, name: str, owner: type) -> Any:
 def _restore_static(value: object, target: object, name: str, owner: type) -> Any:
     if isinstance(target, tuple) and isinstance(value, str):
         return tuple(tuple(item) for item in json.loads(value))
-    # The one field that has a number or `None`; the types of the others are those of the target.
+    # `limit` is the only field that holds a number or `None`. The others have the target's types.
     kinds = (int, type(None)) if name == "limit" else (type(target),)
     if not isinstance(value, kinds) or isinstance(value, bool):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -93,14 +93,14 @@ def _from_state_dict(target: _Node, state: object) -> _Node:
     for name, field in fields.items():
         restore = _restore_static if field.metadata.get("static", False) else _restore_array
         value = restore(state[name], getattr(target, name), name, owner)
-        # Frozen, and its constructor takes other arguments than its fields.
+        # The object is frozen, and its constructor takes other arguments than its fields.
         object.__setattr__(restored, name, value)
     return restored
 
 
 def _register(*owners: type) -> None:
     for owner in owners:
-        # `override`: to import this module again, after a reload, is no mistake.
+        # `override` allows importing this module again after a reload, which is not a mistake.
         flax.serialization.register_serialization_state(
             owner, _to_state_dict, _from_state_dict, override=True
         )
@@ -126,7 +126,7 @@ def _recipe_from_state_dict(target: F8Scaling, state: dict[str, Any]) -> F8Scali
             f"saved one is {state['recipe']!r}. Restore into a target made the way the saved one "
             "was."
         )
-    # Before Flax compares the keys: its message would not say what a site is.
+    # Check the sites before Flax compares the keys: its message would not say what a site is.
     check_sites(list(state["sites"]), list(target.sites))
     loss: Any = flax.serialization.from_state_dict(target.loss, state["loss"])
     sites: dict[str, Any] = {
@@ -139,7 +139,7 @@ def _recipe_from_state_dict(target: F8Scaling, state: dict[str, Any]) -> F8Scali
         key=_restore_array(state["key"], target.key, "key", F8Scaling),
         step=_restore_array(state["step"], target.step, "step", F8Scaling),
         recipe=target.recipe,
-        # Flax writes a list as a dictionary of its places.
+        # Flax writes a list as a dictionary of its indices.
         off=tuple(state["off"].values() if isinstance(state["off"], dict) else state["off"]),
     )
 

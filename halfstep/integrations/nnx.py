@@ -1,4 +1,4 @@
-"""Gradients and updates of Flax NNX modules, which are changed in place.
+"""Compute gradients and updates of Flax NNX modules, which change in place.
 
 `halfstep.filter_value_and_grad` takes NNX modules that were split into pure state. This module
 takes the module itself, as `nnx.value_and_grad` and `nnx.Optimizer` do.
@@ -25,8 +25,8 @@ from halfstep._training import (
     without_value,
 )
 
-# Committed with skipped steps too: with the old counters the next step would draw the same dropout
-# mask again, and what a module sowed is there to be read after a bad step above all.
+# These are committed with skipped steps too. With the old counters, the next step would draw the
+# same dropout mask again. Values that a module sowed are needed most after a bad step.
 _ALWAYS_COMMITTED = (nnx.RngState, nnx.Intermediate)
 
 Path = tuple[Any, ...]
@@ -34,7 +34,7 @@ _State = nnx.State[Any, Any]
 
 
 class _Kept(NamedTuple):
-    """The state of one call. A type of its own, so that no auxiliary output is taken for it."""
+    """The state of one call. It has its own type so that no auxiliary output is taken for it."""
 
     variables: _State
 
@@ -44,7 +44,7 @@ def _is_variable(node: object) -> TypeGuard[nnx.Variable[Any]]:
 
 
 def _is_object(argument: object) -> bool:
-    """Return whether an argument can be changed in place: it has variables and is no pure state."""
+    """Return whether an argument can change in place: it has variables and is not pure state."""
     nodes = jtu.tree_leaves(argument, is_leaf=_is_variable)
     return not isinstance(argument, nnx.State) and any(map(_is_variable, nodes))
 
@@ -62,7 +62,7 @@ def _value(node: object) -> Any:
 
 
 def _filled(state: _State, values: Mapping[Any, Any]) -> _State:
-    """A state of the same variables with other values, given as nested dictionaries."""
+    """Return a state of the same variables with other values, given as nested dictionaries."""
     nodes = _flat(state)
     for path, node in nodes.items():
         value = functools.reduce(lambda tree, key: tree[key], path, values)
@@ -79,9 +79,9 @@ def _unused(name: str, taken: Sequence[str]) -> str:
 class _ModuleCall:
     """One call of a function with NNX objects among its arguments, as a call of a pure function.
 
-    All objects are split together, the model first, so that what two of them share stays shared.
-    Their variables are of three kinds: `params` are differentiated; `kept` ones (statistics,
-    counters) keep their dtype and come back changed; `frozen` ones never come back.
+    All objects are split together, the model first, so that variables that two of them share stay
+    shared. Variables are of three kinds: `params` are differentiated; `kept` variables (statistics,
+    counters) keep their dtype and are returned changed; `frozen` variables are never returned.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class _ModuleCall:
         keywords = [name for name, value in kwargs.items() if _is_object(value)]
         self.slots = (*positions, *keywords)
         self.objects = (*(args[n] for n in positions), *(kwargs[name] for name in keywords))
-        # The objects' places stay, empty, so that path rules still find the function's own names.
+        # The objects' places stay, but empty, so that path rules still find the function's own
+        # names.
         self.args = tuple(None if n in positions else value for n, value in enumerate(args))
         self.kwargs = {k: None if k in keywords else value for k, value in kwargs.items()}
         is_wrt = nnx.filterlib.to_predicate(wrt)
@@ -108,8 +109,8 @@ class _ModuleCall:
             # The filter sees the path below the model, as in `nnx.state(model, wrt)`.
             return path[0] == 0 and is_wrt(path[1:], node)
 
-        # In this order, because each variable goes to the first filter that matches: what `wrt`
-        # selects is trained, though its type be state.
+        # The order matters, because each variable goes to the first filter that matches: a variable
+        # that `wrt` selects is trained even if its type is state.
         self.graphdef, params, self.kept, self.frozen = nnx.split(
             self.objects, is_trained, _is_kept, ...
         )
@@ -129,10 +130,10 @@ class _ModuleCall:
         kept: _State,
         frozen: _State,
     ) -> tuple[Any, ...]:
-        """The function's result, the kept variables as it left them, and those it created."""
+        """Return the function's result, its kept variables afterwards, and those it created."""
         trained = nnx.State({0: params})
-        # Copies: this runs inside a trace, and tracers must not be written into the caller's
-        # objects.
+        # The objects are copies: this runs inside a trace, and tracers must not be written into the
+        # caller's objects.
         objects = nnx.merge(self.graphdef, trained, kept, frozen, copy=True)
         filled, keywords = list(args), dict(kwargs)
         for slot, value in zip(self.slots, objects, strict=True):
@@ -150,8 +151,8 @@ class _ModuleCall:
                     "in its place. Set it to another value instead."
                 )
         for path, node in constant.items():
-            # By identity: the values are tracers, and a variable that was not assigned to has the
-            # same one.
+            # Compare by identity: the values are tracers, and a variable that was not assigned to
+            # has the same tracer.
             if _value(after[path]) is not _value(node):
                 warnings.warn(
                     f"the function assigns to `{self._name(path)}`, which is a parameter or no "
@@ -159,7 +160,7 @@ class _ModuleCall:
                     "optimizer only. Keep state in an nnx.Variable.",
                     stacklevel=2,
                 )
-        # Variables that the first call makes, such as a cache or what a module sows.
+        # Variables that the first call makes, such as a cache or values that a module sows.
         created = {p: node for p, node in after.items() if p not in constant and p not in known}
         same = {path: after[path] for path in known}
         return result, nnx.from_flat_state(same), nnx.from_flat_state(created)
@@ -170,7 +171,7 @@ class _ModuleCall:
         return "/".join(map(str, (root, *path[1:])))
 
     def commit(self, finite: Verdict | Bool[Array, ""], kept: _State, created: _State) -> None:
-        """Write what the function left behind into the objects: statistics if `finite` only."""
+        """Write the function's changes into the objects; statistics only if `finite`."""
         old, new = _flat(self.kept), _flat(kept)
         for path, node in new.items():
             if not isinstance(node, _ALWAYS_COMMITTED):
@@ -192,27 +193,29 @@ def value_and_grad(
     microbatches: int = 1,
     **options: Any,
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Like `nnx.value_and_grad`, in mixed precision and with loss scaling.
+    """Differentiate like `nnx.value_and_grad`, in mixed precision and with loss scaling.
 
-    `func` is rewritten by `autocast`; with a policy such as `"bf16:inputs"` the model's parameters
-    and the other floating-point arguments are cast instead. Variables that are no `nnx.Param`
-    (batch statistics, caches, random state) keep their dtype, and what `func` does to them is
-    written into the module: random state always, so that the step after a skipped one draws other
-    numbers; everything else only if the step is finite. Other NNX objects among the arguments, such
-    as `nnx.Rngs`, are treated the same way.
+    `autocast` rewrites `func`. With a policy such as `"bf16:inputs"`, the model's parameters and
+    the other floating-point arguments are cast instead.
+
+    Variables that are not an `nnx.Param` (batch statistics, caches, random state) keep their dtype,
+    and the changes that `func` makes to them are written into the module. Random state is always
+    written, so that the step after a skipped one draws other numbers; everything else is written
+    only if the step is finite. Other NNX objects among the arguments, such as `nnx.Rngs`, are
+    treated the same way.
 
     Args:
         func: A function whose first argument is an NNX module and which returns a scalar loss, or
             `(loss, aux)` with `has_aux`.
         scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
-        policy: A `Policy` or its text.
+        policy: A `Policy`, or a string that stands for one.
         has_aux: Whether `func` returns an auxiliary output.
-        wrt: An NNX filter: which variables of the first argument are differentiated.
-        microbatches: In how many turns the batch is processed. Each hands the module's statistics
-            and random state to the next.
-        **options: Those of `halfstep.filter_value_and_grad` but `carry`: `keep`, `check_finite`,
-            `batch`, `axis_names`, ... A path rule for a parameter is `"model/norm/scale"`, with
-            the name that `func` gives its first argument.
+        wrt: An NNX filter that selects which variables of the first argument are differentiated.
+        microbatches: The number of iterations in which the batch is processed. Each iteration
+            passes the module's statistics and random state to the next.
+        **options: The options of `halfstep.filter_value_and_grad` except `carry`: `keep`,
+            `check_finite`, `batch`, `axis_names`, ... A path rule for a parameter is
+            `"model/norm/scale"`, with the name that `func` gives its first argument.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, finite, grads)`, where
@@ -255,7 +258,7 @@ def value_and_grad(
             "`carry` is not an option here: an NNX module's state is handed from microbatch to "
             f"microbatch by itself; got {options['carry']!r}. Leave it out."
         )
-    # Here only for its checks, so that a mistake is reported where it is written.
+    # This call is only for its checks, so that a mistake is reported where it is written.
     filter_value_and_grad(
         func, scaling, policy=policy, has_aux=has_aux, microbatches=microbatches, **options
     )
@@ -263,8 +266,8 @@ def value_and_grad(
     @functools.wraps(func)
     def with_objects(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         call = _ModuleCall(func, args, kwargs, wrt)
-        # The state goes in as keyword arguments, under names that the function does not use itself:
-        # positions, and the names that path rules look at, stay as they are.
+        # The state is passed as keyword arguments, under names that the function does not use
+        # itself. Positions, and the names that path rules look at, stay as they are.
         state_name = _unused(f"{call.names[0]}_state", call.names)
         frozen_name = _unused(f"{call.names[0]}_frozen", call.names)
 
@@ -276,8 +279,7 @@ def value_and_grad(
             loss, aux = split_result(result, has_aux)
             return loss, (_Kept(kept), created, aux)
 
-        # Frozen variables count as parameters, so that autocast casts them once as it casts
-        # weights.
+        # Frozen variables count as parameters, so that autocast casts them only once, like weights.
         params = (0, frozen_name, *listed(options.get("params", ())))
         gradient = filter_value_and_grad(
             pure,
@@ -289,7 +291,8 @@ def value_and_grad(
             **{**options, "params": params},  # pyright: ignore[reportArgumentType]
         )
         state = {state_name: _Kept(call.kept), frozen_name: call.frozen}
-        # As plain values: whatever `wrt` selects is a parameter, though its type be state.
+        # Parameters are passed as plain values: a variable that `wrt` selects is a parameter even
+        # if its type is state.
         (loss, (kept, created, aux)), adjusted, finite, grads = gradient(
             nnx.to_pure_dict(call.params), *call.args[1:], **call.kwargs, **state
         )
@@ -304,13 +307,13 @@ def value_and_grad(
 def grad(
     func: Callable[..., Any], scaling: AbstractLossScaling | None = None, **options: Any
 ) -> Callable[..., tuple[Any, ...]]:
-    """Like `nnx.grad`, in mixed precision and with loss scaling.
+    """Differentiate like `nnx.grad`, in mixed precision and with loss scaling.
 
     Args:
         func: A function whose first argument is an NNX module and which returns a scalar loss, or
             `(loss, aux)` with `has_aux=True`.
         scaling: The loss scaling. `None` means `NoLossScaling()`, which float16 refuses.
-        **options: Those of `value_and_grad`.
+        **options: The options of `value_and_grad`.
 
     Returns:
         A function of the same arguments that returns `(scaling, finite, grads)`, or
@@ -334,17 +337,18 @@ def grad(
 
 @checked
 def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwargs: Any) -> None:
-    """`optimizer.update(model, grads)` in place if the gradients are finite, else nothing.
+    """Run `optimizer.update(model, grads)` in place if the gradients are finite, else do nothing.
 
-    With finite gradients the model and the optimizer are what `nnx.Optimizer.update` makes of
-    them, bit for bit. The optimizer's own step counter does not count a skipped step.
+    With finite gradients, the model and the optimizer are the same as after
+    `nnx.Optimizer.update`, bit for bit. The optimizer's own step counter does not count a skipped
+    step.
 
     Args:
         optimizer: An `nnx.Optimizer`.
-        model: The module it was made for.
+        model: The module that the optimizer was made for.
         grads: Gradients as `value_and_grad` returns them.
-        finite: The verdict `value_and_grad` returns, or a boolean scalar. A verdict that was not
-            checked compiles no gate: it is the bare update.
+        finite: The verdict that `value_and_grad` returns, or a boolean scalar. A verdict that was
+            not checked compiles no gate, only the update itself.
         **kwargs: Passed to `optimizer.update`, such as `value` for optimizers that need the loss.
 
     Example:
@@ -374,18 +378,18 @@ def optimizer_update(optimizer: Any, model: Any, grads: Any, finite: Any, **kwar
             f"{type(model).__name__}, which has no variables to train. Write "
             "optimizer_update(optimizer, model, grads, finite)."
         )
-    # Split into pure state, since a gate chooses between pytrees; the objects are updated
-    # afterwards.
+    # Objects are split into pure state, since a gate chooses between pytrees. The objects
+    # themselves are updated afterwards.
     optimizer_def, optimizer_state = nnx.split(optimizer)
 
     def commit(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        # Fresh objects: those of the caller cannot be changed inside the gate's own trace.
+        # These are fresh objects: the caller's cannot be changed inside the gate's own trace.
         inner_model = nnx.merge(model_def, state[0], rest, copy=True)
         inner_optimizer = nnx.merge(optimizer_def, state[1], copy=True)
         try:
             inner_optimizer.update(inner_model, grads, **kwargs)
         except Exception as error:
-            # Flax maps over both at once, and says of neither that it is wrong.
+            # Flax maps over both trees at once, and does not say which one is wrong.
             wanted, given = jtu.tree_structure(state[0]), jtu.tree_structure(grads)
             if wanted == given:
                 raise

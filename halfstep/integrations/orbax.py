@@ -1,4 +1,4 @@
-"""Checkpoints of a whole training state by Orbax: verified, never cast, of many processes.
+"""Save a whole training state with Orbax: verified, never cast, from many processes.
 
 See `Checkpoints`.
 """

@@ -1,1 +1,4 @@
-"""Operations that no composition of JAX's own does in one pass: a folder each, a file a backend."""
+"""Kernels for operations that JAX cannot compose into one pass.
+
+Each has a folder, with one file per backend.
+"""

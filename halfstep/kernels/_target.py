@@ -1,8 +1,8 @@
 """Find out which GPU a program is lowered for: kernels differ between generations.
 
-JAX tells a lowering rule the platform but not the generation. The devices are known where a program
-is compiled for devices, present or described; they are not where it is exported. `preflight`
-exports, and says with `compiling_for` what the program will be compiled for.
+JAX tells a lowering rule the platform but not the generation. The devices are known when a program
+is compiled for devices, present or described, but not when it is exported. `preflight` exports, and
+says with `compiling_for` which GPU the program will be compiled for.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ class Told:
     """The GPU that an export is for.
 
     Attributes:
-        capability: Its compute capability; `None` if it is not a GPU.
-        asked: Whether the program depends on it.
+        capability: The compute capability of the GPU; `None` for other accelerators.
+        asked: Whether the program depends on the capability.
     """
 
     capability: Capability | None
@@ -36,7 +36,7 @@ _told: ContextVar[Told | None] = ContextVar("halfstep_target", default=None)
 
 @contextlib.contextmanager
 def compiling_for(capability: Capability | None) -> Generator[Told, None, None]:
-    """Say which GPU programs that are exported in this block are for.
+    """Set the GPU that programs exported in this block are for.
 
     Args:
         capability: The compute capability; `None` for other accelerators.
@@ -50,14 +50,14 @@ def compiling_for(capability: Capability | None) -> Generator[Told, None, None]:
 
 
 def depends_on_generation() -> None:
-    """Note that the program which is exported now is lowered differently for other GPUs."""
+    """Record that the program being exported is lowered differently for other GPUs."""
     told = _told.get()
     if told is not None:
         told.asked = True
 
 
 def capability_of(ctx: mlir.LoweringRuleContext) -> Capability | None:
-    """Return the compute capability that a lowering is for, or `None` if nothing says it.
+    """Return the compute capability that a lowering is for, or `None` if it is not known.
 
     Args:
         ctx: The context of a lowering rule for CUDA.
@@ -67,7 +67,7 @@ def capability_of(ctx: mlir.LoweringRuleContext) -> Capability | None:
         told.asked = True
         return told.capability
     if ctx.module_context.lowering_parameters.for_export:
-        # The lowering has devices, but those of this machine, which the program is not for.
+        # The lowering has devices, but they are this machine's, and the program is for others.
         return None
     context = ctx.module_context.axis_context
     devices = getattr(context, "device_assignment", None)

@@ -52,10 +52,10 @@ _CODES_OF = MappingProxyType(
 )
 """The code of each array of Optax's states, by the names of the state and the field.
 
-Arrays that are not listed stay as they are, for these reasons: running sums (Adagrad's, AdEMAMix's
-slow momentum) change by less than a code; differences are taken of past gradients and parameters;
-a variance that is itself a difference (centered RMSProp's) would be noise; statistics of rows and
-columns are small; and preconditioners are inverted."""
+Arrays that are not listed stay as they are, for these reasons. Running sums (Adagrad's, AdEMAMix's
+slow momentum) change by less than one code. Past gradients and parameters are used in differences.
+A variance that is itself a difference (centered RMSProp's) would be noise. Statistics of rows and
+columns are small. Preconditioners are inverted."""
 
 _Codes = dict[str, str]
 """The code of each array, by its path in the state."""
@@ -82,7 +82,7 @@ class CompressedState(NamedTuple):
     """
 
     count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
-    """How many steps have been applied."""
+    """The number of steps that have been applied."""
     inner: Any
 
 
@@ -100,17 +100,18 @@ def compress(
 
     The arrays of Optax's states are known by their names: first moments and momenta are stored in
     `"int8"`, second moments in `"root8"`. Arrays that are not known, or would lose too much, stay
-    as they are: `optim.coded` lists the coded ones. Every step decodes the state, runs the
-    optimizer and codes the state again; `optim.flash_adamw` and its like do it in one pass.
+    as they are; `optim.coded` lists the coded ones. Every step decodes the state, runs the
+    optimizer and encodes the new state. `optim.flash_adamw` and the other flash optimizers do this
+    in one pass.
 
     Args:
         tx: The optimizer.
-        codes: Codes for parts of the state by their path in it, such as
-            `{"**/mu": "int4", "**/nu": None}`; `None` leaves a part as it is.
+        codes: Codes for parts of the state, by their paths in the state, such as
+            `{"**/mu": "int4", "**/nu": None}`. `None` leaves a part as it is.
         min_size: Arrays with fewer elements stay as they are; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds codes up or down at random.
-        seed: Where the randomness of `rounding` begins.
+        seed: The random seed for `rounding`.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.
@@ -138,8 +139,8 @@ def compress(
         )
 
     def known(params: PyTree) -> tuple[_Codes, dict[str, tuple[int, ...]]]:
-        # Abstractly: codes of 4 bits do not say how long the last group was, and decoded values
-        # need their shapes.
+        # The state is only traced for its shapes. Decoding needs them: codes of 4 bits do not say
+        # how long the last group was.
         like = jax.eval_shape(tx.init, params)
         flat = jax.tree_util.tree_flatten_with_path(like)[0]
         shapes = {path_string(path): leaf.shape for path, leaf in flat if hasattr(leaf, "shape")}
@@ -161,8 +162,8 @@ def compress(
             key = None
             if options.stochastic:
                 key = jax.random.fold_in(jax.random.key(options.seed), state.count)
-            # Written as the old state is, and not as a new one would be: loops and donated buffers
-            # need the same shapes, and a restored state may be grouped along another axis.
+            # The new state is stored like the old one, not like one from `init`. Loops and donated
+            # buffers need the same shapes, and a restored state may be grouped along another axis.
             inner = _encoded_like(inner, state.inner, found, key=key)
             return optax.apply_updates(params, updates), CompressedState(state.count + 1, inner)
 
@@ -172,7 +173,7 @@ def compress(
 
 
 def _codes_in(state: PyTree, rules: Mapping[str, str | None], min_size: int) -> _Codes:
-    """Return the code of each array of a state; arrays that stay as they are, are left out."""
+    """Return the code of each coded array of a state, by its path."""
     found: _Codes = {}
     _walk(state, (), None, found)
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -202,8 +203,8 @@ def _fits(leaf: PyTree, min_size: int) -> bool:
 
 def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: _Codes) -> None:
     """Find the known parts of a state by their names, however deep they are nested."""
-    # States of Optax are named tuples. They are told by the names of their classes and not by the
-    # classes: which of them exist, and where, depends on the version of Optax.
+    # States of Optax are named tuples. They are recognized by the names of their classes and not by
+    # the classes: which classes exist, and where, depends on the version of Optax.
     fields = getattr(node, "_fields", None)
     if fields is not None:
         for field in fields:
@@ -221,7 +222,7 @@ def _walk(node: PyTree, path: tuple[object, ...], code: str | None, found: _Code
 
 
 def _encoded(state: PyTree, codes: _Codes, *, scale_dtype: np.dtype) -> PyTree:
-    """Return a new state with its arrays in codes."""
+    """Return a new state with its arrays encoded."""
 
     def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:
         code = codes.get(path_string(path))
@@ -236,7 +237,7 @@ def _encoded(state: PyTree, codes: _Codes, *, scale_dtype: np.dtype) -> PyTree:
 def _encoded_like(
     state: PyTree, old: PyTree, codes: _Codes, *, key: Key[Array, ""] | None
 ) -> PyTree:
-    """Return a state with its arrays in codes, written as an older one is."""
+    """Return a state with its arrays encoded, in the codes and groups of an older state."""
     flat = jax.tree_util.tree_flatten_with_path(old, is_leaf=_is_coded)[0]
     before = {path_string(path): leaf for path, leaf in flat}
 
@@ -245,7 +246,7 @@ def _encoded_like(
         was = before.get(name)
         if not isinstance(was, Quantized):
             return leaf
-        # By a checksum of the path: Python's own hash of a text differs from process to process.
+        # A checksum of the path, since Python's hash of a string differs between processes.
         drawn = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
         groups = groups_between(leaf.shape, was.scale.shape)
         dtype = was.scale.dtype
@@ -255,10 +256,10 @@ def _encoded_like(
 
 
 def _decoded(state: PyTree, codes: _Codes, shapes: Mapping[str, tuple[int, ...]]) -> PyTree:
-    """Return a state with its arrays in float32 again.
+    """Return a state with its arrays decoded to float32.
 
     Raises:
-        StateError: If an array is not in the code that it should be in.
+        StateError: If an array is not stored in the code that this optimizer expects.
     """
 
     def of(path: tuple[object, ...], leaf: PyTree) -> PyTree:

@@ -29,9 +29,9 @@ class FlashRule:
     """The rule of a compressed optimizer, with its hyperparameters.
 
     Attributes:
-        algorithm: Which arithmetic a step runs.
+        algorithm: The arithmetic of a step.
         rate: The learning rate, or a schedule of it.
-        moments: Whether the rule has a first and a second moment.
+        moments: Whether the rule has a first moment, and whether it has a second.
         b1: Decay of the first moment, or of the momentum.
         b2: Decay of the second moment; for Lion, of the momentum.
         eps: Added to the denominator.
@@ -64,7 +64,7 @@ class _Slot(NamedTuple):
 
 
 def flash(rule: FlashRule, options: StateOptions) -> Transformation:
-    """Make an optimizer of a rule, whose state is stored as the options say."""
+    """Make an optimizer from a rule, with its state stored as the options say."""
 
     def init(params: PyTree) -> FlashState:
         return _init(rule, options, params)
@@ -113,7 +113,7 @@ def _path_of(leaf: object, params: PyTree) -> str:
 def _zero_moment(
     leaf: PyTree, groups: Groups | None, options: StateOptions, *, squares: bool = False
 ) -> Moment:
-    """Return a moment of zeros for a leaf; `squares` for one of squared gradients."""
+    """Return a moment of zeros for a leaf; pass `squares` for a moment of squared gradients."""
     if not is_inexact(leaf):
         return None
     if groups is not None:
@@ -152,8 +152,8 @@ def _step(
     finite: object,
 ) -> tuple[PyTree, FlashState]:
     leaves, treedef = jax.tree.flatten(params)
-    # The groups are read off the state and not made anew: after a restart on another mesh, new
-    # ones might lie along another axis.
+    # The groups are read from the state and not chosen anew: after a restart on another mesh, newly
+    # chosen groups might lie along another axis.
     state, groups = check_state(options, rule.moments, params, state)
     columns = [treedef.flatten_up_to(tree) for tree in (state.low, state.first, state.second)]
     slots = [_Slot(*fields) for fields in zip(leaves, *columns, strict=True)]
@@ -164,7 +164,7 @@ def _step(
     rows = zip(slots, treedef.flatten_up_to(grads), groups, decays, strict=True)
     made: list[_Slot] = []
     for number, (slot, grad, divided, decay) in enumerate(rows):
-        # Each leaf draws from its own seed: equal leaves would else be rounded alike.
+        # Each leaf draws from its own seed. Otherwise equal leaves would be rounded alike.
         scalars = by._replace(decay=decay, seed=by.seed + number)
         spec = Spec(
             rule.algorithm,
@@ -181,7 +181,7 @@ def _step(
             made.append(_compressed_step(slot, grad, scalars, spec, options))
     fields = zip(*made, strict=True) if made else ((), (), (), ())
     params, *trees = (treedef.unflatten(list(field)) for field in fields)
-    # A skipped step does not count: bias corrections and schedules go by steps that were applied.
+    # A skipped step does not count: bias corrections and schedules use the steps that were applied.
     more = 1 if keep is None else keep.astype(jnp.int32)
     return params, FlashState(state.count + more, *trees)
 
@@ -231,9 +231,9 @@ def _scalars(
         1 / (1 - b1**time),
         jax.lax.rsqrt(1 - b2**time),
         _float32(1 if keep is None else keep),
-        # The number of a leaf is added to it: 4099 between two steps, so that the leaves of one
-        # step share no seed with those of the next. Kernels get all scalars in one float32 array,
-        # which holds whole numbers below 2**24 exactly.
+        # The number of each leaf is added to this seed. Seeds of two steps are 4099 apart, so that
+        # the leaves of one step share no seed with those of the next. Kernels get all scalars in
+        # one float32 array, which holds integers below 2**24 exactly.
         (count * 4099 + seed) % (1 << 23),
     )
 
@@ -243,11 +243,12 @@ def _float32(value: ArrayLike) -> Float32[Array, ""]:
 
 
 def _decays(rule: FlashRule, params: PyTree) -> list[Float32[Array, ""]]:
-    """Return the weight decay of each leaf: zero where the mask says no."""
+    """Return the weight decay of each leaf: zero where the mask is false."""
     decay = _float32(rule.decay)
     if rule.mask is None:
         return [decay] * len(jax.tree.leaves(params))
     mask = rule.mask(params) if callable(rule.mask) else rule.mask
-    # The mask may be a prefix of the parameters' tree: each of its leaves is spread below it.
+    # The mask may be a prefix of the parameters' tree: each of its leaves applies to the whole
+    # subtree below it.
     chosen = jax.tree.leaves(jax.tree.map(lambda m, p: jax.tree.map(lambda _: m, p), mask, params))
     return [decay if on else jnp.float32(0) for on in chosen]

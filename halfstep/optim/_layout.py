@@ -23,7 +23,7 @@ MasterBits = Literal[24, 32, "auto"] | None
 Rounding = Literal["nearest", "stochastic"]
 
 ArrayOrShape = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-"""A leaf of parameters, or its shape: both have a dtype, a shape and perhaps a sharding."""
+"""A leaf of the parameters, or its shape. Each has a dtype, a shape and perhaps a sharding."""
 
 _MIN_SIZE = 4096
 
@@ -36,14 +36,14 @@ class StateOptions:
 
     Attributes:
         master_bits: 24 or 32, the bits of a bfloat16 parameter and its state together; `None` if
-            the state holds none of them.
+            the state holds no bits of the parameters.
         keep: Paths of parameters that are not compressed.
-        min_size: Leaves with fewer elements are not compressed either: they are norms and biases,
-            and would save nothing.
+        min_size: Leaves with fewer elements are not compressed either. Norms and biases are such
+            leaves: compressing them would save nothing.
         scale_dtype: The dtype of the scales, bfloat16 or float32.
         stochastic: Whether codes are rounded up or down at random.
-        seed: Where that randomness begins.
-        implementation: Which kernel computes the step; `None` for that of the platform.
+        seed: The random seed for stochastic rounding.
+        implementation: The kernel that computes the step; `None` for the platform's own.
     """
 
     master_bits: Literal[24, 32] | None
@@ -89,10 +89,10 @@ def options_of(
     """Check the options of an optimizer. `flash_adamw` explains them.
 
     Raises:
-        ValueError: If an option has a value that is none of its own.
+        ValueError: If an option has a value that it does not allow.
     """
-    # Looked at by kind first: `optax.inject_hyperparams` traces every number that is not named in
-    # its static_args, and a traced 24 can be compared with nothing.
+    # The type is checked first: `optax.inject_hyperparams` traces every number that is not named in
+    # its static_args, and a traced 24 cannot be compared with anything.
     is_known = master_bits is None or isinstance(master_bits, int | str)
     if not is_known or master_bits not in (None, "auto", 24, 32):
         raise ValueError(
@@ -113,10 +113,10 @@ def options_of(
 
 
 def sharding_of(leaf: object) -> NamedSharding | None:
-    """Return how a leaf is divided among devices; `None` if nothing says it."""
+    """Return how a leaf is divided among devices; `None` if this is not known."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, Tracer):
-        # A tracer has no devices of its own. Its type has a sharding over a mesh of explicit axes.
+        # A tracer has no devices. Its type has a sharding if the axes of the mesh are explicit.
         sharding = getattr(jax.typeof(leaf), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
@@ -124,7 +124,7 @@ def sharding_of(leaf: object) -> NamedSharding | None:
 
 
 def shards_of(leaf: ArrayOrShape) -> tuple[int, ...]:
-    """Return into how many parts each axis of a leaf is divided over devices."""
+    """Return the number of parts into which devices divide each axis of a leaf."""
     sharding = sharding_of(leaf)
     if sharding is None:
         return (1,) * len(leaf.shape)
@@ -134,13 +134,13 @@ def shards_of(leaf: ArrayOrShape) -> tuple[int, ...]:
 
 
 def _parts(sharding: NamedSharding, axis: object) -> int:
-    """Return into how many parts an entry of a sharding's spec divides an axis."""
+    """Return the number of parts into which an entry of a sharding's spec divides an axis."""
     names = (axis,) if isinstance(axis, str) else axis if isinstance(axis, tuple) else ()
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, like: object) -> jax.Array:
-    """Return zeros that are divided among devices as a leaf is."""
+    """Return zeros that are divided among devices like a given leaf."""
     sharding = sharding_of(like)
     if sharding is None:
         return jnp.zeros(tuple(shape), dtype)
@@ -150,14 +150,15 @@ def zeros(shape: Sequence[int], dtype: DTypeLike, like: object) -> jax.Array:
 def state_shardings(state: Any, params: Any) -> Any:
     """Derive shardings for an optimizer's state from those of the parameters.
 
-    For `out_shardings` of a compiled `init` or `prepare`, and to restore a checkpoint onto another
-    mesh. What belongs to a parameter, its codes and its scales too, is sharded as it is; the rest,
-    such as a count, is on every device. So are scales along an axis that has too few of them to be
-    divided.
+    Use them as `out_shardings` of a compiled `init` or `prepare`, and to restore a checkpoint onto
+    another mesh. Arrays that belong to a parameter, codes and scales included, are sharded like the
+    parameter. The rest, such as a count, is replicated on every device. Scales are also replicated
+    along an axis that has too few of them to be divided.
 
     Args:
-        state: A state or its shapes, as `jax.eval_shape(optimizer.init, params)` gives them. Any
-            optimizer's, as long as what belongs to a parameter has the parameter's path in it.
+        state: A state of any optimizer, or its shapes, as `jax.eval_shape(optimizer.init, params)`
+            returns them. The path of each array that belongs to a parameter must contain the
+            parameter's path.
         params: Parameters, or `jax.ShapeDtypeStruct`s with shardings over a mesh.
 
     Returns:
@@ -194,9 +195,9 @@ def state_shardings(state: Any, params: Any) -> Any:
 
     def of(path: tuple[object, ...], leaf: ArrayOrShape) -> NamedSharding:
         names = path_string(path).split("/")
-        # The last name of a compressed leaf is a field of `Quantized`, and no part of the path.
+        # The last name of a compressed leaf is a field of `Quantized` and not a part of the path.
         names = names[:-1] if names[-1] in Quantized._fields else names
-        # The longest path first: `layers/w` before `w`.
+        # Try the longest path first: `layers/w` before `w`.
         for start in range(len(names)):
             param, sharding = found.get("/".join(names[start:]), (None, None))
             if param is not None and sharding is not None and _is_alike(leaf, param):
@@ -207,7 +208,7 @@ def state_shardings(state: Any, params: Any) -> Any:
 
 
 def _that_fits(leaf: ArrayOrShape, sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding without the axes that an array is too short for, such as few scales."""
+    """Return the sharding without the axes along which the array is too short to be divided."""
     pairs = zip(leaf.shape, sharding.spec, strict=False)
     spec = [axis if size % _parts(sharding, axis) == 0 else None for size, axis in pairs]
     if tuple(spec) == tuple(sharding.spec):
@@ -216,10 +217,10 @@ def _that_fits(leaf: ArrayOrShape, sharding: NamedSharding) -> NamedSharding:
 
 
 def _is_alike(leaf: ArrayOrShape, param: ArrayOrShape) -> bool:
-    """Return whether an array has an axis for each of a parameter's.
+    """Return whether each axis of an array corresponds to an axis of a parameter.
 
     The axis may be as long as the parameter's (codes), divided into groups (scales), or half of
-    whole groups (two codes of 4 bits in a byte).
+    that axis padded to full groups (two codes of 4 bits in a byte).
     """
     if len(leaf.shape) != len(param.shape):
         return False

@@ -1,4 +1,4 @@
-"""Train 16-bit parameters with any Optax optimizer: the state keeps the bits that they lack."""
+"""Train 16-bit parameters with any Optax optimizer: the state keeps the bits they lack."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ _KINDS = ("split16", "split8", "float32", "stochastic")
 
 
 class MasterState(NamedTuple):
-    """What 16-bit parameters lack, and the state of the optimizer that sees all of them.
+    """The bits that 16-bit parameters lack, and the state of the optimizer.
 
     Example:
         ```python
@@ -38,9 +38,9 @@ class MasterState(NamedTuple):
     """
 
     count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
-    """How many steps have been applied."""
+    """The number of steps that have been applied."""
     rest: Any
-    """Int16, int8 or float32 arrays for the parameters that have 16 bits; else `None`."""
+    """Int16, int8 or float32 arrays for the parameters that have 16 bits; otherwise `None`."""
     inner: Any
 
 
@@ -55,22 +55,22 @@ def master(
 ) -> Transformation:
     """Train 16-bit parameters with any Optax optimizer as if they were float32.
 
-    The optimizer sees float32 parameters and gradients, and its state is as always; around it
-    parameters are joined with what they lack, and split again.
+    The optimizer sees float32 parameters and gradients, and has its usual state. Each step joins
+    the parameters with the bits that they lack, runs the optimizer, and splits them again.
 
-    | kind | what is kept | bytes per parameter with it | a master of |
+    | kind | stored in the state | bytes per parameter, including it | master |
     |---|---|---|---|
-    | `"split16"` | 16 more bits | 4 | 32 bits, float32 bit for bit |
+    | `"split16"` | 16 more bits | 4 | 32 bits, equal to float32 bit for bit |
     | `"split8"` | 8 more bits | 3 | 24 bits |
     | `"float32"` | a float32 copy | 6 | 32 bits |
     | `"stochastic"` | nothing: rounded up or down at random | 2 | none |
 
     Args:
         tx: The optimizer.
-        kind: What is kept.
-        dtype: What `prepare` makes of float32 parameters. Splits need bfloat16.
+        kind: What the state stores of the parameters, see the table.
+        dtype: The dtype to which `prepare` converts float32 parameters. Splits need bfloat16.
         min_size: Parameters with fewer elements stay float32; 4096 by default.
-        seed: Where the randomness of `"stochastic"` begins.
+        seed: The random seed for `"stochastic"`.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.
@@ -120,7 +120,7 @@ def master(
         def commit(before: tuple[PyTree, MasterState]) -> tuple[PyTree, MasterState]:
             params, state = before
             values = wide(params, state.rest)
-            # Gradients of 16-bit parameters are 16-bit, but the optimizer is to compute in float32.
+            # Gradients of 16-bit parameters are 16-bit, but the optimizer must compute in float32.
             given = jax.tree.map(_like, grads, values)
             updates, inner = tx.update(given, state.inner, values, **extra_args)
             values = optax.apply_updates(values, updates)
@@ -163,8 +163,8 @@ def _prepared(
     if getattr(leaf, "dtype", None) != jnp.float32 or np.size(leaf) < min_size:
         return leaf, _rest_of(leaf, kind)
     if kind == "float32":
-        # A copy: otherwise the state would share a buffer with the caller's array, and donating the
-        # one would delete the other.
+        # This copies: otherwise the state would share a buffer with the caller's array, and
+        # donating one of them would delete the other.
         return leaf.astype(half), jnp.array(leaf, copy=True)
     if kind == "stochastic":
         return leaf.astype(half), None

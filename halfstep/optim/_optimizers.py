@@ -35,7 +35,8 @@ def flash_adamw(
     """Make an AdamW whose parameters and state take 5 bytes per parameter instead of 12 or 14.
 
     Parameters are bfloat16. The state holds the bits that they lack, and both moments in 8 bits
-    with a scale for every 32 elements. It follows `optax.adamw` with the same hyperparameters.
+    with a scale for every 32 elements. Training follows `optax.adamw` with the same
+    hyperparameters.
 
     The other compressed optimizers have the same keyword options, which are explained here.
 
@@ -45,8 +46,8 @@ def flash_adamw(
         b2: Decay of the second moment.
         eps: Added to the denominator.
         weight_decay: Decoupled; a multiple of the learning rate.
-        mask: Where weights decay: a tree of booleans, a prefix of the parameters', or a function
-            of the parameters that returns one.
+        mask: Where weights decay: a tree of booleans, which may be a prefix of the parameters'
+            tree, or a function of the parameters that returns such a tree.
         master_bits: The bits of a bfloat16 parameter and its state together: 24 (also `"auto"`) or
             32, which equals float32 exactly; with `None` the state holds no bits of parameters.
             Float32 parameters are their own master.
@@ -54,11 +55,11 @@ def flash_adamw(
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds the second moment, and a master of 24 bits, up or down at
-            random. It lets a long memory (`b2` of 0.999 and above) forget, and steps that are
-            smaller than the last of 24 bits add up.
-        seed: Where the randomness of `rounding` begins.
-        implementation: Which kernel computes the step: `"xla"`, `"gpu"`, `"tpu"` or `"interpret"`;
-            by default that of the platform that it is compiled for.
+            random. With it, a moment with a long memory (`b2` of 0.999 and above) can forget, and
+            steps that are smaller than the last of 24 bits add up.
+        seed: The random seed for `rounding`.
+        implementation: The kernel that computes the step: `"xla"`, `"gpu"`, `"tpu"` or
+            `"interpret"`. By default the kernel of the platform that the step is compiled for.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.
@@ -131,8 +132,8 @@ def flash_adam(
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"nearest"` or `"stochastic"`, see `flash_adamw`.
-        seed: Where the randomness of `rounding` begins.
-        implementation: Which kernel computes the step, see `flash_adamw`.
+        seed: The random seed for `rounding`.
+        implementation: The kernel that computes the step, see `flash_adamw`.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.
@@ -187,7 +188,7 @@ def flash_lion(
 
     Args:
         learning_rate: A number, a traced scalar, or a schedule of Optax.
-        b1: Share of the momentum in a step.
+        b1: The share of the momentum in a step.
         b2: Decay of the momentum.
         weight_decay: Decoupled; a multiple of the learning rate.
         mask: Where weights decay, see `flash_adamw`.
@@ -196,8 +197,8 @@ def flash_lion(
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds a master of 24 bits up or down at random.
-        seed: Where the randomness of `rounding` begins.
-        implementation: Which kernel computes the step, see `flash_adamw`.
+        seed: The random seed for `rounding`.
+        implementation: The kernel that computes the step, see `flash_adamw`.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.
@@ -250,8 +251,8 @@ def flash_sgd(
 
     Args:
         learning_rate: A number, a traced scalar, or a schedule of Optax.
-        momentum: Decay of the momentum; none is stored without it.
-        nesterov: Whether to step where the momentum leads.
+        momentum: Decay of the momentum. Without it, no momentum is stored.
+        nesterov: Whether to use Nesterov's momentum.
         weight_decay: Decoupled; a multiple of the learning rate.
         mask: Where weights decay, see `flash_adamw`.
         master_bits: 24, 32 or `None`, see `flash_adamw`.
@@ -259,8 +260,8 @@ def flash_sgd(
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
         rounding: `"stochastic"` rounds a master of 24 bits up or down at random.
-        seed: Where the randomness of `rounding` begins.
-        implementation: Which kernel computes the step, see `flash_adamw`.
+        seed: The random seed for `rounding`.
+        implementation: The kernel that computes the step, see `flash_adamw`.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.

@@ -1,4 +1,4 @@
-"""Gradient release: every layer steps as soon as its gradient is there."""
+"""Gradient release: step every layer as soon as its gradient is computed."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -50,27 +50,28 @@ class ReleaseState(NamedTuple):
     """
 
     outer: Any
-    """Of the parameters outside of the stack."""
+    """The state of the parameters outside the stack."""
     layers: Any
-    """Of the layers: every array has a first axis of layers."""
+    """The state of the layers: every array has a first axis of layers."""
 
 
 class _Pass(NamedTuple):
-    """What the forward pass leaves for the backward pass."""
+    """The results of the forward pass that the backward pass needs."""
 
     loss: Any
     layers: Any
     """Trained arrays of the stack."""
     outer: Any
-    """Trained arrays outside."""
+    """Trained arrays outside the stack."""
     back: Callable[..., tuple[Any, list[Any], Any]]
     """The backward pass through the layers."""
     used: Sequence[bool]
-    """Which arrays outside the layers use."""
+    """Whether the layers use each array outside the stack."""
     from_last: Any
-    """The gradients that `last` gives to the parameters outside."""
+    """The gradients that `last` gives to the parameters outside the stack."""
     to_first: Callable[[Any], Any]
-    """Of the cotangent of what enters the first layer, those that `first` gives them."""
+    """Maps the cotangent of the first layer's input to the gradients that `first` gives to the
+    parameters outside the stack."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ class Release:
         )
 
     def prepare(self, params: Any) -> tuple[Any, ReleaseState]:
-        """Parameters to compute with and a state, as the optimizer's own `prepare` makes them.
+        """Make parameters to compute with and a state, with the optimizer's own `prepare`.
 
         Args:
             params: `{"outer": ..., "layers": ...}`, in float32.
@@ -139,10 +140,10 @@ class Release:
 
         Args:
             params: `{"outer": ..., "layers": ...}`.
-            state: As `init`, `prepare` or the step before returned it.
-            batch: What `first`, `last` and every layer get.
+            state: The state that `init`, `prepare` or the previous step returned.
+            batch: The batch, which `first`, `last` and every layer get.
             scaling: A loss scaling of halfstep's. If it checks finiteness, gradients are computed
-                twice, and nothing changes unless all of them and the loss are finite.
+                twice, and nothing changes unless all gradients and the loss are finite.
 
         Returns:
             `(loss, params, state)`; with a scaling `(loss, params, state, scaling, finite)`.
@@ -170,8 +171,8 @@ class Release:
         trained, frozen = eqx.partition(params, is_inexact)
         trained = jax.tree.map(jnp.asarray, trained)
 
-        # Recomputed in the backward pass, as layers are, so that no residuals of it are kept while
-        # the layers run.
+        # `first` is recomputed in the backward pass, as the layers are, so that none of its
+        # residuals are kept while the layers run.
         @jax.checkpoint
         def first(outer: PyTree) -> PyTree:
             return self.first(eqx.combine(outer, frozen["outer"]), batch)
@@ -205,9 +206,9 @@ class Release:
             lambda ct: first_pull(ct)[0],
         )
 
-    # One backward pass steps each layer as soon as its gradient is there. Two are needed where a
-    # step depends on all gradients: on a norm over all of them, or on a verdict. The first pass
-    # then only reduces gradients to numbers; the second computes them again and steps.
+    # One backward pass steps each layer as soon as its gradient is computed. Two passes are needed
+    # if a step depends on all gradients: on their norm, or on a verdict. The first pass then only
+    # reduces the gradients to numbers; the second recomputes the gradients and steps.
 
     def _in_one(
         self, done: _Pass, state: ReleaseState, by: AbstractLossScaling
@@ -222,8 +223,8 @@ class Release:
     ) -> tuple[PyTree, ReleaseState, Verdict]:
         grads, norm, verdict = self._judge(done, by, length)
         if norm is not None:
-            # Squares of finite gradients may overflow: then the norm says nothing, and clipping by
-            # it would make every gradient zero.
+            # Squares of finite gradients may overflow. Clipping by such a norm would make every
+            # gradient zero.
             verdict = dataclasses.replace(verdict, finite=verdict & jnp.isfinite(norm))
         finite = verdict.finite
         factors = None if norm is None else _factor(norm, self.clip)
@@ -238,7 +239,10 @@ class Release:
     def _judge(
         self, done: _Pass, by: AbstractLossScaling, length: int
     ) -> tuple[PyTree, jax.Array | None, Verdict]:
-        """Run a first backward pass: for the gradients outside, the norm of all and a verdict."""
+        """Run a first backward pass.
+
+        It computes the gradients outside the stack, the norm of all gradients, and a verdict.
+        """
 
         def visit(
             carry: tuple[jax.Array, jax.Array], number: jax.Array, grads: PyTree
@@ -260,7 +264,7 @@ class Release:
         )
         raw = _outer_grads(done, sums, ct)
         grads = by.unscale(raw)
-        # In the order of the parameters' own leaves: a verdict names them by number.
+        # The flags are in the order of the parameters' leaves: a verdict names leaves by number.
         outside = finite_flags(by.unscale(magnitudes(raw)), done.loss)
         verdict = judge(jnp.concatenate([flags, outside]))
         norm = None if self.clip is None else jnp.sqrt(jnp.sum(by_layer) + _squares(grads))
@@ -276,7 +280,7 @@ class Release:
         factors: Float32[Array, ""] | None = None,
         finite: jax.Array | None = None,
     ) -> Any:
-        """Run the backward pass in which layers step."""
+        """Run the backward pass that steps the layers."""
 
         def visit(stack: PyTree, number: jax.Array, grads: PyTree) -> Any:
             grads = self._clipped(by.unscale(grads), factors)
@@ -308,28 +312,30 @@ def release(
 ) -> Release:
     """Make a training step that never holds the gradients of all layers at once.
 
-    The layers of a stack are one function over parameters with a first axis of layers, as
-    `jax.lax.scan` has it. In the backward pass each layer is recomputed, differentiated and
-    stepped, before the next one; only what enters each layer is kept. The result is that of
-    computing all gradients and stepping each layer by itself, bit for bit.
+    The layers of a stack are one function over parameters with a first axis of layers, as for
+    `jax.lax.scan`. The backward pass recomputes, differentiates and steps each layer before the
+    next one; only the input of each layer is kept. The result equals, bit for bit, that of
+    computing all gradients first and then stepping each layer by itself.
 
     Args:
         layer: `layer(layer_params, x, outer, batch)` returns the next `x`, of the same structure,
             shapes and dtypes.
-        tx: A compressed optimizer such as `flash_adamw`, or any one of Optax's. Each layer is
-            stepped by itself, with a state of its own, and so are the parameters outside: what an
-            optimizer computes over all parameters is computed over these.
-        first: `first(outer, batch)` returns what enters the first layer.
+        tx: A compressed optimizer such as `flash_adamw`, or any Optax optimizer. Each layer is
+            stepped by itself, with its own state, and so are the parameters outside the stack. A
+            quantity that the optimizer computes over all parameters is therefore computed over
+            one layer, or over the parameters outside.
+        first: `first(outer, batch)` returns the input of the first layer.
         last: `last(outer, x, batch)` returns the loss.
         clip: The largest norm of all gradients together. It takes a second backward pass through
-            the layers, at the same peak of memory. A step whose norm is not finite is skipped.
+            the layers, at the same peak memory. A step whose norm is not finite is skipped.
         per_layer_clip: The largest norm of the gradients of one layer, and of the parameters
-            outside. It takes no second pass.
+            outside the stack. It takes no second pass.
 
     Returns:
         A step: `loss, params, state = step(params, state, batch)`, where `params` is
-        `{"outer": ..., "layers": ...}`; it also has `init` and `prepare`. With a loss scaling,
-        `loss, params, state, scaling, finite = step(params, state, batch, scaling)`.
+        `{"outer": ..., "layers": ...}`. With a loss scaling,
+        `loss, params, state, scaling, finite = step(params, state, batch, scaling)`. The step also
+        has `init` and `prepare`.
 
     Example:
         ```python
@@ -389,7 +395,7 @@ def _scaling(scaling: object) -> AbstractLossScaling:
 
 
 def _used(call: Callable[..., Any], layers: PyTree, x: PyTree, outer: PyTree) -> list[bool]:
-    """Return which parameters outside the stack a layer uses, and check what the layer returns.
+    """Return which parameters outside the stack a layer uses, and check the layer's output.
 
     Parameters that no layer uses get no gradient from the layers: see `backward`.
     """
@@ -408,9 +414,10 @@ def _used(call: Callable[..., Any], layers: PyTree, x: PyTree, outer: PyTree) ->
 
 
 def _outer_grads(done: _Pass, sums: Sequence[Any], ct: PyTree) -> PyTree:
-    """Sum the gradients outside the stack: of `last`, of the layers and of `first`.
+    """Sum the gradients outside the stack: from `last`, from the layers and from `first`.
 
-    In the order of the backward pass, so that sums are rounded as `jax.grad` rounds them.
+    They are summed in the order of the backward pass, so that rounding is the same as in
+    `jax.grad`.
     """
     leaves, treedef = jax.tree.flatten(done.from_last)
     rest = iter(sums)
@@ -433,7 +440,7 @@ def _stepped(
         new = apply_gradients(params, tx, state, grads)
     check.check_step((params, state), new)
     if finite is None or isinstance(tx, StepsInPlace):
-        # An optimizer that steps in place has skipped by itself.
+        # An optimizer that steps in place has already skipped the step if it had to.
         return new
     return select_tree(finite, new, (params, state))
 
@@ -448,14 +455,14 @@ def _squares(grads: PyTree) -> Float32[Array, ""]:
 
 
 def _factor(norm: Float32[Array, ""], limit: ArrayLike) -> Float32[Array, ""]:
-    """Return the factor that makes a norm at most `limit`: 1 if it is."""
+    """Return the factor that makes a norm at most `limit`: 1 if the norm already is."""
     limit = jnp.asarray(limit, jnp.float32)
-    # Divided by the larger of both: the divisor is never zero and the factor never above one.
+    # Dividing by the larger of the two keeps the divisor above zero and the factor at most one.
     return limit / jnp.maximum(norm, limit)
 
 
 def _multiply(grads: PyTree, by: Float32[Array, ""]) -> PyTree:
-    """Multiply gradients by a factor in float32; they keep their dtypes."""
+    """Multiply gradients by a factor in float32; the gradients keep their dtypes."""
 
     def of(leaf: jax.Array) -> jax.Array:
         wide = at_least_float32(leaf.dtype)

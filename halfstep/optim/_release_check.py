@@ -1,4 +1,4 @@
-"""Whether a model can be released: what its parts must be, and what is said if they are not."""
+"""Check that a model can be trained with gradient release, and raise errors if it cannot."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from halfstep.optim._state import StateError
 
 
 def check_params(params: PyTree) -> int:
-    """Return the number of layers.
+    """Check the parameters, and return the number of layers.
 
     Raises:
         TypeError: If the parameters are not divided into a stack and the others.
@@ -45,7 +45,7 @@ def check_params(params: PyTree) -> int:
 
 
 def check_stacked(state: PyTree, length: int) -> None:
-    """Raise unless every array of an optimizer's state is there for each layer."""
+    """Raise unless every array of an optimizer's state has a first axis of layers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not hasattr(leaf, "shape") or leaf.shape[:1] != (length,):
             got = type_of(leaf) if hasattr(leaf, "shape") else repr(leaf)
@@ -57,7 +57,7 @@ def check_stacked(state: PyTree, length: int) -> None:
 
 
 def check_step(before: PyTree, after: PyTree) -> None:
-    """Raise unless an optimizer leaves the types of parameters and state as they were."""
+    """Raise unless an optimizer keeps the types of parameters and state."""
     said = _difference(before, after)
     if said:
         raise StateError(
@@ -68,7 +68,7 @@ def check_step(before: PyTree, after: PyTree) -> None:
 
 
 def check_input(x: PyTree) -> None:
-    """Raise unless all that goes through the layers can be differentiated."""
+    """Raise unless every array that goes through the layers can be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not is_inexact(leaf):
             raise TypeError(
@@ -83,7 +83,7 @@ def check_input(x: PyTree) -> None:
 
 
 def check_layer(before: PyTree, after: PyTree) -> None:
-    """Raise unless a layer returns what the next one takes."""
+    """Raise unless a layer returns an output that the next layer takes as its input."""
     said = _difference(before, after)
     if said:
         raise TypeError(
@@ -97,7 +97,7 @@ def check_loss(loss: object) -> jax.Array:
     """Return the loss in float32 or wider.
 
     Raises:
-        TypeError: If it is no real scalar.
+        TypeError: If the loss is not a real scalar.
     """
     dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.floating):
@@ -109,13 +109,13 @@ def check_loss(loss: object) -> jax.Array:
 
 
 def check_limit(limit: object, name: str) -> None:
-    """Raise unless a largest norm is a positive number, or traced."""
+    """Raise unless the largest norm is a positive number, or traced."""
     if isinstance(limit, bool) or (isinstance(limit, int | float) and not limit > 0):
         raise ValueError(f"`{name}` must be a positive number, the largest norm; got {limit!r}.")
 
 
 def check_function(function: object, name: str, form: str) -> None:
-    """Raise unless it can be called."""
+    """Raise unless an argument can be called."""
     if not callable(function):
         raise TypeError(f"`{name}` must be a function, {form}; got {type(function).__name__}.")
 

@@ -1,4 +1,4 @@
-"""Through a stack of layers and back, one layer's gradient at a time."""
+"""Run a stack of layers forward and backward, with one layer's gradient at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jax.lax import bitcast_convert_type
 from jaxtyping import PyTree
 
 Call = Callable[[Any, Any, Any], Any]
-"""Of one layer's parameters, what enters it and the parameters outside, what leaves it."""
+"""Maps a layer's parameters, its input and the parameters outside the stack to its output."""
 
 
 def take(tree: PyTree, number: jax.Array) -> PyTree:
@@ -38,15 +38,16 @@ def _put(leaf: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
 def _put_bits(leaf: jax.Array, new: jax.Array, number: jax.Array) -> jax.Array:
     """Put a layer by its bits, for CPUs.
 
-    XLA:CPU has no bfloat16 update in place: it would convert the whole stack in every iteration. On
-    other backends this is not done, since XLA:TPU copies the whole stack if its bits are asked for.
+    XLA:CPU cannot update bfloat16 in place: it would convert the whole stack in every iteration.
+    Other backends update the values directly, since XLA:TPU copies the whole stack to read its
+    bits.
     """
     old, word = (bitcast_convert_type(array, jnp.uint16) for array in (leaf, new))
     return bitcast_convert_type(_put(old, word, number), jnp.bfloat16)
 
 
 def forward(call: Call, layers: PyTree, x: PyTree, outer: PyTree) -> tuple[PyTree, PyTree]:
-    """Return what leaves the last layer and what enters each: all that the backward pass keeps."""
+    """Return the output of the last layer and the input of each, which the backward pass needs."""
     return jax.lax.scan(lambda x, layer: (call(layer, x, outer), x), x, layers)
 
 
@@ -66,23 +67,23 @@ def backward(
     Args:
         call: One layer.
         frozen: The stacked arrays that are not trained.
-        inputs: What enters each layer, stacked.
-        outer: Trained parameters outside of the stack.
-        used: Which of them to differentiate by.
-        ct: The cotangent of what leaves the last layer.
-        visit: Of the stack, a layer's number and its gradients makes the stack of the next
-            iteration.
-        stack: What is carried and changed.
-        layer_of: Of the stack and a number the layer's trained parameters.
+        inputs: The input of each layer, stacked.
+        outer: Trained parameters outside the stack.
+        used: Whether to differentiate with respect to each leaf of `outer`.
+        ct: The cotangent of the last layer's output.
+        visit: Returns the stack for the next iteration, given the stack, a layer's number and the
+            layer's gradients.
+        stack: The arrays that iterations carry and change.
+        layer_of: Returns a layer's trained parameters, given the stack and the layer's number.
 
     Returns:
-        The cotangent of what enters the first layer; the gradients of the used parameters outside,
+        The cotangent of the first layer's input; the gradients of the used leaves of `outer`,
         summed over layers; the stack.
     """
     length = jax.tree.leaves(inputs)[0].shape[0]
     leaves, treedef = jax.tree.flatten(outer)
-    # Only the arrays that a layer reads are summed over layers. The others would be zeros, perhaps
-    # as large as an embedding, and every iteration would add to them.
+    # Only the gradients of arrays that a layer reads are summed over layers. The others would be
+    # zeros, perhaps as large as an embedding, and every iteration would add to them.
     chosen = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
 
     def whole(chosen: Sequence[jax.Array]) -> PyTree:
@@ -92,7 +93,7 @@ def backward(
 
     def iteration(done: jax.Array, carry: tuple[Any, list[Any], Any]) -> tuple[Any, list[Any], Any]:
         ct, sums, stack = carry
-        # Each layer is computed again from what entered it: only one layer's residuals exist.
+        # Each layer is recomputed from its input, so that only one layer's residuals exist.
         number = length - 1 - done
         others = take(frozen, number)
 
@@ -103,6 +104,6 @@ def backward(
         grads, ct, more = pull(ct)
         return ct, [a + b for a, b in zip(sums, more, strict=True)], visit(stack, number, grads)
 
-    # A loop and not a scan: parameters and state are carried and updated in place. As inputs and
-    # outputs of a scan, XLA would hold both of each.
+    # This is a loop and not a scan, so that parameters and state are carried and updated in place.
+    # For inputs and outputs of a scan, XLA would hold two copies of each.
     return jax.lax.fori_loop(0, length, iteration, (ct, [jnp.zeros_like(c) for c in chosen], stack))

@@ -1,4 +1,4 @@
-"""The state of a compressed optimizer: its arrays, their size, and whether they fit."""
+"""The state of a compressed optimizer: its arrays, their size, and checks that they fit."""
 
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ from halfstep.quant import Groups, Quantized
 from halfstep.quant._groups import SIZE, groups_between
 
 Moment = Quantized | ArrayOrShape | None
-"""A moment of one leaf: in codes, in float32, or not stored at all."""
+"""A moment of one leaf: coded, in float32, or not stored at all."""
 
 
 class FlashState(NamedTuple):
-    """The state of a compressed optimizer: plain arrays, in trees like that of the parameters.
+    """The state of a compressed optimizer: plain arrays, in trees like the parameters' tree.
 
-    A leaf of a moment is a `quant.Quantized` (codes and scales), or a float32 array for parameters
-    that are small or were asked to be kept, or `None` where there is nothing to store.
+    A leaf of a moment is a `quant.Quantized` (codes and scales). It is a float32 array for
+    parameters that are small or named in `keep`, and `None` where nothing is stored.
 
     Example:
         ```python
@@ -38,7 +38,7 @@ class FlashState(NamedTuple):
     """
 
     count: Int32[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
-    """How many steps have been applied."""
+    """The number of steps that have been applied."""
     low: Any
     """The bits that bfloat16 parameters lack: int8 for a master of 24 bits, int16 for one of 32."""
     first: Any
@@ -51,7 +51,7 @@ def coded(state: Any) -> list[Quantized]:
     """Return the arrays of a state that are stored in codes.
 
     Args:
-        state: Any optimizer's.
+        state: The state of any optimizer.
 
     Example:
         ```python
@@ -69,10 +69,10 @@ def coded(state: Any) -> list[Quantized]:
 
 
 def stored_bytes(*trees: Any) -> int:
-    """Count the bytes that the arrays of trees take, over all devices once.
+    """Count the bytes that the arrays of trees take. A sharded array counts once, over all devices.
 
     Args:
-        *trees: Such as parameters and an optimizer's state, or their shapes.
+        *trees: Trees of arrays or of shapes, such as parameters and an optimizer's state.
 
     Example:
         ```python
@@ -90,7 +90,7 @@ def stored_bytes(*trees: Any) -> int:
 
 
 class StateError(ValueError):
-    """A state does not fit the optimizer or the parameters: it says where, and what changed.
+    """A state does not fit the optimizer or the parameters. The message says where and how.
 
     Example:
         ```python
@@ -111,10 +111,10 @@ class StateError(ValueError):
 def check_state(
     options: StateOptions, moments: tuple[bool, bool], params: PyTree, state: object
 ) -> tuple[FlashState, list[Groups | None]]:
-    """Return the state, and the groups in which each leaf of it was written.
+    """Check a state, and return it with the groups in which each leaf is stored.
 
     Raises:
-        StateError: If the state is another optimizer's, or one's with other options.
+        StateError: If the state was made by another optimizer, or with other options.
     """
     if not isinstance(state, FlashState):
         raise StateError(

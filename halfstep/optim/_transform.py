@@ -1,4 +1,4 @@
-"""Optax optimizers that can also step by themselves, alone or at the end of a chain."""
+"""Make Optax optimizers that can also step by themselves, alone or at the end of a chain."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,15 +15,15 @@ from halfstep._training import as_predicate, select_tree
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
-    """An optimizer of this package: `init` and `update`, as Optax has them, and two functions more.
+    """An optimizer of this package: `init` and `update`, as in Optax, and two more functions.
 
     Attributes:
         step: `step(params, state, grads, finite=None)` returns new parameters and a new state. It
-            does in one pass what `update` and `optax.apply_updates` do in two, and with donated
-            arguments in place. Where `finite` is false nothing changes.
-        prepare: `prepare(params)` returns parameters to compute with and a state: it converts
-            large float32 parameters to bfloat16 and stores what they lack. `init` takes parameters
-            as they are.
+            does in one pass what `update` and `optax.apply_updates` do in two. With donated
+            arguments it works in place. If `finite` is false, nothing changes.
+        prepare: `prepare(params)` returns parameters to compute with and a state. It converts
+            large float32 parameters to bfloat16 and stores the bits that they lack in the state.
+            `init` takes parameters as they are.
 
     Example:
         ```python
@@ -51,12 +51,12 @@ def transformation(
     step: Callable[..., tuple[Any, Any]],
     prepare: Callable[[Any], tuple[Any, Any]],
 ) -> Transformation:
-    """Make an optimizer from what it does in one pass.
+    """Make an optimizer from a function that steps in one pass.
 
     Args:
-        init: Makes the state of parameters.
-        step: Of parameters, state and gradients makes new parameters and a new state.
-        prepare: Of float32 parameters makes those to compute with, and their state.
+        init: Makes the state for given parameters.
+        step: Makes new parameters and a new state from parameters, a state and gradients.
+        prepare: Makes parameters to compute with, and their state, from float32 parameters.
     """
 
     def update(
@@ -70,8 +70,8 @@ def transformation(
         new, state = step(params, state, updates, **extra_args)
         return _difference(new, params), state
 
-    # Optax's optimizers are named tuples of two fields, and its functions unpack them as such: the
-    # two more functions are attributes, and not fields.
+    # Optax's optimizers are named tuples of two fields, and its functions unpack them as such.
+    # `step` and `prepare` are therefore attributes and not fields.
     pair: Any = (init, update)
     made = Transformation(*pair)
     made.step, made.prepare = step, prepare
@@ -79,9 +79,9 @@ def transformation(
 
 
 def of_models(made: Transformation) -> Transformation:
-    """Return the same optimizer for whole models, whose functions, texts and integers stay.
+    """Return the same optimizer for whole models; functions, strings and integers are kept.
 
-    Optax maps arithmetic over every leaf that it gets, so it gets the floating-point ones only.
+    Optax maps arithmetic over every leaf that it gets, so it gets only the floating-point leaves.
     """
 
     def init_model(params: PyTree) -> PyTree:
@@ -104,16 +104,16 @@ def of_models(made: Transformation) -> Transformation:
 
 
 def is_trained(leaf: object) -> bool:
-    """Return whether a leaf is made of floating-point numbers, or is the shape of such an array."""
+    """Return whether a leaf is a floating-point array, or the shape of one."""
     dtype = getattr(leaf, "dtype", None)
     return is_inexact(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _difference(new: PyTree, old: PyTree) -> PyTree:
-    """Return what `optax.apply_updates` is to add to the old parameters.
+    """Return the updates that `optax.apply_updates` has to add to the old parameters.
 
-    In float32 for bfloat16 parameters: the difference of two bfloat16 values may need more bits
-    than bfloat16 has, and `optax.apply_updates` adds in the wider dtype before it rounds.
+    For bfloat16 parameters they are in float32: the difference of two bfloat16 values may need more
+    bits than bfloat16 has, and `optax.apply_updates` adds in the wider dtype before it rounds.
     """
 
     def of(new: PyTree, old: PyTree) -> PyTree:
@@ -129,8 +129,8 @@ class ChainState(NamedTuple):
     """The state of a chain.
 
     Attributes:
-        first: That of the transformations in front, as `optax.chain` has it.
-        last: That of the optimizer.
+        first: The state of the transformations before the optimizer, as in `optax.chain`.
+        last: The state of the optimizer.
 
     Example:
         ```python
@@ -151,13 +151,15 @@ class ChainState(NamedTuple):
 
 @checked
 def chain(*transforms: optax.GradientTransformation) -> Transformation:
-    """`optax.chain` with an optimizer of this package at its end, and with its `step`.
+    """Chain Optax transformations with an optimizer of this package at the end.
 
-    The transformations before it, such as `optax.clip_by_global_norm`, change gradients. Updates,
-    4 bytes per parameter, are never made. Where `finite` is false no state changes.
+    Unlike the result of `optax.chain`, the chain has the optimizer's `step`. The transformations
+    before the optimizer, such as `optax.clip_by_global_norm`, change the gradients. `step` never
+    makes the updates, which would take 4 bytes per parameter. If `finite` is false, no state
+    changes.
 
     Args:
-        *transforms: Any number of Optax's, and at last an optimizer of this package.
+        *transforms: Any number of Optax transformations, then an optimizer of this package.
 
     Returns:
         An Optax optimizer that also has `step` and `prepare`.
@@ -201,8 +203,8 @@ def chain(*transforms: optax.GradientTransformation) -> Transformation:
     ) -> tuple[PyTree, ChainState]:
         trained = eqx.filter(params, is_trained)
         grads, first = before.update(grads, state.first, trained, **extra_args)
-        # The last optimizer skips by itself; the state of those in front is chosen here. A norm or
-        # an average of gradients that are not finite would stay in it for good.
+        # The last optimizer skips by itself. The state of the transformations before it is selected
+        # here: otherwise a norm or an average of gradients that are not finite would stay in it.
         decided = finite is not None and as_predicate(finite) is not None
         if decided:
             first = select_tree(finite, first, state.first)

@@ -1,6 +1,6 @@
-"""Arrays in few bits: split weights, codes with scales, and stochastic rounding.
+"""Store arrays in low precision: split weights, codes with scales, and stochastic rounding.
 
-What the compressed optimizers of `halfstep.optim` store is made of these.
+The compressed optimizers of `halfstep.optim` store their state with these functions.
 """
 
 from halfstep.quant._array import (

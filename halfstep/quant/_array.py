@@ -1,4 +1,4 @@
-"""Arrays written in few bits: codes, and a scale for each group."""
+"""Write arrays in 8 or 4 bits: codes, and a scale for each group."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from halfstep.quant._split import check_dtype, widened
 
 
 class Quantized(NamedTuple):
-    """An array in few bits. Both parts are plain arrays; they are sharded alike.
+    """An array in 8 or 4 bits: codes and scales. Both are plain arrays, sharded alike.
 
     Example:
         ```python
@@ -42,18 +42,18 @@ def quantize(
     scale_dtype: DTypeLike = "bfloat16",
     key: Key[Array, ""] | None = None,
 ) -> Quantized:
-    """Write an array in few bits.
+    """Write an array in 8 or 4 bits.
 
     A value that is not finite makes its group NaN.
 
     Args:
-        value: What is written, in float32. For codes of roots, `"root8"`, `"root4"` and `"rootf8"`,
-            values that are not negative, such as second moments.
+        value: The values to write, in float32. The codes of roots, `"root8"`, `"root4"` and
+            `"rootf8"`, need values that are not negative, such as second moments.
         code: The name of a code: `"int8"`, `"root8"`, `"int4"`, `"root4"`, `"f8"` or `"rootf8"`.
         groups: Which elements share a scale; by default 32 along the last axis but one.
-            Of 4 bits, an even number of them.
+            Codes of 4 bits need groups of an even size.
         scale_dtype: The dtype of the scales: bfloat16, rounded up, or float32.
-        key: With one, codes are rounded up or down at random, so that the mean of many decoded
+        key: If given, codes are rounded up or down at random, so that the mean of many decoded
             values is right. Codes that are floats are always rounded to the nearest.
 
     Returns:
@@ -103,10 +103,10 @@ def dequantize(
 
     Args:
         array: Codes and scales.
-        code: The code that they were written with.
-        groups: The groups that they were written with.
-        shape: Of the values. Only codes of 4 bits need it, where two values share a byte: without
-            it what fills a last group comes too.
+        code: The code that the array was written with.
+        groups: The groups that the array was written with.
+        shape: The shape of the values. Only codes of 4 bits need it, since two values share a byte:
+            without the shape, the padding of a last group is returned too.
 
     Returns:
         Float32 values.
@@ -144,7 +144,7 @@ def groups_of(shape: tuple[int, ...]) -> Groups:
             "a scalar has no groups: required an array of one dimension or more; got shape=(). "
             "Keep it as it is, or reshape it to (1,)."
         )
-    # Of an even size, for codes of 4 bits.
+    # The size is even, for codes of 4 bits.
     return groups_for(shape) or Groups(-1, max(2, shape[-1] + shape[-1] % 2))
 
 
@@ -173,9 +173,9 @@ def _check_fits(array: Quantized, code: Code, groups: Groups, shape: tuple[int, 
 
 
 def _packed(codes: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Return two codes in a byte: the first half of a group with its second.
+    """Pack two codes into a byte: one of the first half of a group, and one of its second.
 
-    Halves and not neighbors: the two are contiguous slices, which need no strided loads.
+    Halves are packed, not neighbors: halves are contiguous slices, which need no strided loads.
     """
     first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=axis)
     return (first & 15) | (second << 4)
@@ -185,7 +185,7 @@ def _unpacked(codes: Shaped[Array, "..."], axis: int, *, signed: bool) -> Shaped
     both = jnp.concatenate([codes & 15, codes >> 4], axis=axis)
     if not signed:
         return both
-    # The sign is the fourth bit: moved to the eighth and back, it is repeated.
+    # The sign is the fourth bit. Shifting it to the eighth and back extends the sign.
     return (both << 4).astype(jnp.int8) >> 4
 
 
@@ -204,6 +204,6 @@ def _value_shape(array: Quantized, code: Code, groups: Groups | None) -> tuple[i
         return tuple(dims)
     pairs = zip(dims, array.scale.shape, strict=True)
     divided = [i for i, (stored, scales) in enumerate(pairs) if stored != scales]
-    # Groups of two have as many bytes as scales; those that are made by default are the last axis.
+    # Groups of two have as many bytes as scales. By default such groups lie along the last axis.
     dims[groups.axis if groups else divided[0] if divided else -1] *= 2
     return tuple(dims)

@@ -1,4 +1,4 @@
-"""Codes of few bits for values of a group, relative to the largest of them."""
+"""Codes of 8 and 4 bits for the values of a group, relative to the largest of them."""
 
 import dataclasses
 import enum
@@ -18,7 +18,7 @@ Values = Float32[Array, "..."]
 
 
 class Curve(enum.Enum):
-    """How values are spread over codes."""
+    """The ways to spread values over codes."""
 
     SOFTSIGN = "of both signs, denser near zero: `2x / (1 + |x|)`"
     ROOT = "of a positive value's square root"
@@ -28,14 +28,14 @@ class Curve(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One way to write values of a group in few bits.
+    """One way to write the values of a group in 8 or 4 bits.
 
     A group has a scale: the largest magnitude in it, rounded up, so that no code is out of range.
     In a code of roots no value gets the code of zero, however much larger its neighbors are: a
     second moment of zero would let its parameter step by thousands of learning rates.
 
-    Scales may be as large as `2**126`. What is so small that float32 holds it as a denormal number
-    is zero where the hardware takes those for zero.
+    Scales may be as large as `2**126`. Values that are denormal in float32 become zero on hardware
+    that treats denormal numbers as zero.
 
     Example:
         ```python
@@ -54,14 +54,14 @@ class Code:
     name: str
     curve: Curve
     dtype: np.dtype
-    """Of the stored array."""
+    """The dtype of the stored array."""
     limit: int
     """The largest code."""
     bits: int = 8
 
     @property
     def is_root(self) -> bool:
-        """Whether the values are not negative and their square root is what is coded."""
+        """Whether the square roots of values are coded, which then must not be negative."""
         return self.curve in (Curve.ROOT, Curve.ROOT_FLOAT)
 
     @checked
@@ -76,11 +76,12 @@ class Code:
         """Return the codes of values.
 
         Args:
-            value: The values; of a code of roots, their square roots.
-            scale: At least the largest magnitude of its group, for every value.
-            noise: Of [0, 1), for every value: codes are then rounded up or down at random, with
-                the probability that makes the mean of what they decode to right; of a code of
-                roots, the mean of its square. Nearest without it, and always for floats.
+            value: The values; for a code of roots, their square roots.
+            scale: The scale of each value: at least the largest magnitude of its group.
+            noise: Random numbers in [0, 1), one for each value. Codes are then rounded up or down
+                at random, with the probability that makes the mean of the decoded values right;
+                for a code of roots, the mean of their squares. Without noise, and always for
+                floats, codes are rounded to the nearest.
             nearest: Rounds to the nearest, for kernels whose language has no `jnp.round`.
         """
         if self.curve in (Curve.FLOAT, Curve.ROOT_FLOAT):
@@ -90,7 +91,7 @@ class Code:
             total = jnp.maximum(scale + jnp.abs(value), _TINY)
             position = 2 * self.limit * (value / total)
             return self._signed(position, noise, nearest).astype(self.stored)
-        # No value gets the code 0, see the class: clipped from below at 1.
+        # Codes are clipped from below at 1, so that no value gets the code 0: see the class.
         position = value * (self.limit / jnp.maximum(scale, _TINY_ROOT))
         return jnp.clip(_root(position, noise, nearest), 1, self.limit).astype(self.stored)
 
@@ -101,7 +102,7 @@ class Code:
         if self.curve is Curve.SOFTSIGN:
             return scale * (position / (2 * self.limit - jnp.abs(position)))
         if self.curve is Curve.FLOAT:
-            # Not a share of the scale first: that of a small one would be none.
+            # Divide the position by the limit and not the scale: a small scale would become zero.
             return scale * (position * (1 / self.limit))
         return position * (scale * (1 / self.limit))
 
@@ -119,7 +120,8 @@ class Code:
             return nearest(position)
         size = jnp.abs(position)
         below = jnp.floor(size)
-        # How far the value is on its way between those of two codes, x = size / (2 limit - size).
+        # The chance to round up is the value's place between the values of the two nearest codes,
+        # where a code of that size stands for x = size / (2 limit - size).
         chance = (size - below) * (2 * self.limit - 1 - below) / (2 * self.limit - size)
         return jnp.copysign(jnp.where(noise < chance, below + 1, below), position)
 
@@ -131,7 +133,7 @@ class Code:
         return position.astype(self.dtype)
 
 
-# Divisors in place of a scale of zero. No scale of a group that is not all zeros is below them, and
+# These divisors replace a scale of zero. No group has a smaller scale unless it is all zeros, and
 # the quotient is finite. The square root of a normal number is far above `_TINY`; `_TINY_ROOT` is
 # larger, so that its reciprocal, times the limit of a code, is finite as well.
 _TINY = float(np.finfo(np.float32).tiny)
@@ -155,7 +157,7 @@ CODES = MappingProxyType(
 
 
 def as_code(code: str | Code) -> Code:
-    """Return a code by its name, or itself."""
+    """Return the code of a name; a code is returned as it is."""
     if isinstance(code, Code):
         return code
     if code not in CODES:
@@ -164,10 +166,10 @@ def as_code(code: str | Code) -> Code:
 
 
 def as_scale_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of scales.
+    """Check the dtype of scales, and return it.
 
     Raises:
-        ValueError: If scales cannot be of it.
+        ValueError: If scales cannot have this dtype.
     """
     found = np.dtype(dtype)
     if found not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
@@ -179,9 +181,9 @@ def scale_of(magnitude: Values, dtype: DTypeLike) -> Shaped[Array, "..."]:
     """Return the scale for a largest magnitude: rounded up to bfloat16, or as it is."""
     if np.dtype(dtype) == np.float32:
         return magnitude
-    # Rounded up, by adding all bits that are cut off: no value of the group may be above its scale.
-    # The last NaNs would be carried into the sign; they become the one before. The minimum is of
-    # signed integers, which Mosaic TPU has.
+    # Adding 0xFFFF before the low bits are cut off rounds up: no value of the group may be above
+    # its scale. The NaNs with the largest bits would carry into the sign, so the minimum replaces
+    # them. It is a minimum of signed integers, since Mosaic TPU has no unsigned minimum.
     word = jnp.minimum(bitcast_convert_type(magnitude, jnp.int32), 0x7FFF0000)
     high = (bitcast_convert_type(word, jnp.uint32) + 0xFFFF) >> 16
     return bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
@@ -191,7 +193,8 @@ def _root(position: Values, noise: Values | None, nearest: Callable[[Any], Any])
     if noise is None:
         return nearest(position)
     below = jnp.floor(position)
-    # How far the square is on its way between those of two codes. If roots were right on average,
-    # squares would be too large, and in a moment that is kept for many steps it adds up.
+    # The chance to round up is the place of the square between the squares of the two nearest
+    # codes. If roots were right on average, squares would be too large, and the error would add up
+    # in a moment that is kept for many steps.
     chance = (position - below) * (position + below) / (2 * below + 1)
     return jnp.where(noise < chance, below + 1, below)

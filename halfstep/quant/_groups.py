@@ -10,14 +10,14 @@ from jaxtyping import Array, Shaped
 from halfstep._base import checked, type_of
 
 SIZE = 32
-"""How many elements share a scale."""
+"""The number of elements that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """How an array is divided: along `axis`, counted from the end, in runs of `size`.
+    """The division of an array along `axis`, counted from the end, into runs of `size` elements.
 
-    Scales have the shape of the array with that axis divided, so that whatever shards the array
+    Scales have the shape of the array with that axis divided, so that a sharding of the array
     shards its scales alike.
 
     Example:
@@ -37,7 +37,7 @@ class Groups:
 
     @checked
     def count(self, shape: Sequence[int]) -> int:
-        """Return how many groups lie along the axis."""
+        """Return the number of groups along the axis."""
         if not -len(shape) <= self.axis < 0:
             raise ValueError(
                 f"`shape` must have the axis of {self}, counted from the end; got {tuple(shape)}."
@@ -53,7 +53,7 @@ class Groups:
 
     @checked
     def divided(self, value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Give groups an axis of their own, which follows the divided one.
+        """Give groups their own axis, which follows the divided axis.
 
         A last group that is not full is filled with zeros.
         """
@@ -67,7 +67,7 @@ class Groups:
 
     @checked
     def whole(self, value: Shaped[Array, "..."], shape: Sequence[int]) -> Shaped[Array, "..."]:
-        """Undo `divided` for an array of a shape."""
+        """Undo `divided` for an array of this shape."""
         axis = len(shape) + self.axis
         full = (*shape[:axis], self.count(shape) * self.size, *shape[axis + 1 :])
         if value.size != math.prod(full):
@@ -80,7 +80,7 @@ class Groups:
 
     @checked
     def aligned(self, scale: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Give scales an axis of size one where `divided` has that of a group."""
+        """Give scales an axis of size one where `divided` has the axis of a group."""
         return jnp.expand_dims(scale, scale.ndim + self.axis + 1)
 
 
@@ -90,17 +90,17 @@ def groups_for(
 ) -> Groups | None:
     """Choose how to divide an array so that no group lies on two devices.
 
-    The second axis from the end comes first: a run of 32 rows is what a TPU's tile of 8-bit values
-    holds, and neighbors in memory then belong to different groups, which every backend can load
-    and reduce without moving elements between lanes.
+    The second axis from the end is tried first. A TPU's tile of 8-bit values holds 32 rows, and
+    neighbors in memory then belong to different groups, which every backend can load and reduce
+    without moving elements between lanes.
 
     Args:
         shape: The shape of the array.
-        shards: Into how many parts each axis is divided over devices; none if not given.
-        size: How many elements share a scale.
+        shards: The number of parts into which devices divide each axis; 1 for all by default.
+        size: The number of elements that share a scale.
 
     Returns:
-        The groups; `None` if every axis that would do is divided within a group, and for arrays
+        The groups. `None` if every axis is too short or is divided within a group, and for arrays
             without elements.
 
     Example:
@@ -135,7 +135,10 @@ def groups_for(
 
 
 def groups_between(shape: Sequence[int], scale_shape: Sequence[int]) -> Groups | None:
-    """Find the groups that an array and its scales were written with; `None` if none fit."""
+    """Find the groups that an array was written with from the shape of its scales.
+
+    Returns `None` if no groups fit.
+    """
     axes = [axis for axis in range(-len(shape), 0) if tuple(shape) != tuple(scale_shape)]
     found = [axis for axis in axes if Groups(axis).scale_shape(shape) == tuple(scale_shape)]
     return Groups(found[0]) if found else None

@@ -1,4 +1,4 @@
-"""Factors of products in 8 and 4 bits: elements, and the scales that bring them back."""
+"""Write the factors of products in 8 and 4 bits: elements, and the scales to multiply them by."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from halfstep.quant._stochastic import stochastic_round
 
 
 class Scaled(NamedTuple):
-    """What an array is written as: elements times scales.
+    """An array written as elements times scales.
 
-    `scale` has the elements' dimensions, those that share one of size 1; for blocks see
+    `scale` has the elements' dimensions, with size 1 where elements share a scale. For blocks see
     `write_blocks`.
     """
 
@@ -27,9 +27,9 @@ class Scaled(NamedTuple):
 
 
 def power_of_two(amax: Float[Array, "..."], limit: float) -> Float32[Array, "..."]:
-    """Return the largest power of two that takes a magnitude to at most a limit.
+    """Return the largest power of two that scales a magnitude to at most a limit.
 
-    It is one for a magnitude of zero, and NaN for one that is not finite.
+    The result is one for a magnitude of zero, and NaN for a magnitude that is not finite.
     """
     amax = amax.astype(jnp.float32)
     # The difference of two floats' bits, without those of the significand, is the exponent of
@@ -51,19 +51,20 @@ def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
 def saturated(
     value: Float[Array, "..."], factor: Factor, *, key: Key[Array, ""] | None = None
 ) -> Shaped[Array, "..."]:
-    """Round to a factor's elements; what is beyond the largest becomes it, infinity NaN.
+    """Round values to a factor's elements.
 
-    Elements of 4 bits have no NaN: there the scale has to carry it.
+    Values beyond the largest element become that element; infinities become NaN. Elements of 4 bits
+    have no NaN, so that their scale has to carry it.
 
     Args:
-        value: What is rounded.
-        factor: Says to which elements, and how.
-        key: Where randomness comes from, if the rounding is stochastic.
+        value: The values to round.
+        factor: The format of the elements, and how to round to it.
+        key: The source of randomness, if the rounding is stochastic.
     """
     limit = jnp.asarray(factor.max, value.dtype)
     inside = jnp.clip(value, -limit, limit)
     if factor.element != "e2m1":
-        # Large values saturate, but an infinity is an error that a verdict must see: it becomes NaN
+        # Large values saturate, but an infinity is an error that a verdict must see. It becomes NaN
         # and not the largest element.
         inside = jnp.where(jnp.isinf(value), jnp.asarray(jnp.nan, value.dtype), inside)
     if factor.rounding == "nearest":
@@ -87,11 +88,11 @@ def write(
     """Write a factor with a scale of the whole tensor or of each row.
 
     Args:
-        value: What is written.
-        factor: How.
+        value: The values to write.
+        factor: The format to write them in.
         summed: The dimensions that make up a row.
-        scale: What values are multiplied by, a power of two; by default the largest that keeps
-            them in range.
+        scale: The power of two to multiply values by; by default the largest that keeps them in
+            range.
         key: For stochastic rounding.
     """
     if scale is None:
@@ -106,7 +107,7 @@ def write(
 class Blocks(NamedTuple):
     """A factor in blocks, as rows: `[batch, row, block, element]`.
 
-    `scale` is of `[batch, row or group of rows, block]`; `outer` is a scalar.
+    `scale` is `[batch, row or group of rows, block]`; `outer` is a scalar.
     """
 
     elements: Shaped[Array, "b r k e"]
@@ -117,11 +118,11 @@ class Blocks(NamedTuple):
 def write_blocks(
     value: Float[Array, "b r n"], factor: Factor, *, key: Key[Array, ""] | None = None
 ) -> Blocks:
-    """Write rows with a scale for each block, or for each tile of as many rows.
+    """Write rows with a scale for each block, or for each tile with as many rows as columns.
 
     Args:
         value: A batch of rows.
-        factor: How they are written.
+        factor: The format to write them in.
         key: For stochastic rounding.
     """
     size = factor.size
@@ -138,7 +139,7 @@ def write_blocks(
     if factor.two_level:
         scale, outer = _two_levels(amax, factor)
         back = scale.astype(jnp.float32) * outer
-        # A block whose scale rounds to zero in e4m3 is written as zeros, and not as infinities.
+        # A block whose scale rounds to zero in e4m3 is written as zeros instead of infinities.
         up = jnp.where(back == 0, 0, 1 / back)
     else:
         up = power_of_two(amax, factor.max)
@@ -160,9 +161,9 @@ def _two_levels(
 def read_blocks(
     array: Blocks, factor: Factor, *, length: int, dtype: DTypeLike = jnp.bfloat16
 ) -> Float[Array, "b r n"]:
-    """Return the rows that blocks stand for, without the padding of the last one.
+    """Return the rows that blocks represent, without the padding of the last block.
 
-    In bfloat16 this is exact: an element has at most 4 bits and a scale as many.
+    In bfloat16 this is exact: an element has at most 4 bits, and so does a scale.
     """
     batch, rows, blocks, size = array.elements.shape
     scale = _of_rows(array.scale.astype(jnp.float32) * array.outer, rows, factor)
@@ -171,16 +172,17 @@ def read_blocks(
 
 
 def _of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:
-    """Return the scales of each row, from those of tiles."""
+    """Return the scales of each row, repeated from the scales of tiles."""
     return jnp.repeat(scale, factor.size, axis=1)[:, :rows] if factor.per == "tile" else scale
 
 
 def rotated(
     value: Float[Array, "b r n"], size: int, *, key: Key[Array, ""], back: bool = False
 ) -> Float[Array, "b r n"]:
-    """Multiply whole blocks of rows by a Hadamard matrix with random signs, or turn them back.
+    """Multiply full blocks of rows by a Hadamard matrix with random signs, or undo this.
 
-    It is orthogonal: the product of two factors that are rotated with one key is what it was.
+    The matrix is orthogonal: the product of two factors that are rotated with the same key does not
+    change.
     """
     whole = value.shape[-1] // size * size
     matrix = np.ones((1, 1), np.float32)

@@ -1,4 +1,4 @@
-"""A float32 value as a bfloat16 and what it lacks: an exact split of its bits."""
+"""Split a float32 value exactly into a bfloat16 value and the bits that it lacks."""
 
 from typing import Any, Literal
 
@@ -22,20 +22,23 @@ def split(
 ) -> tuple[BFloat16[Array, "..."], Low]:
     """Split float32 values into bfloat16 ones, to compute with, and the rest of their bits.
 
-    It is done with integers. 16 more bits give back every float32 value bit for bit, denormal ones,
-    zeros with a sign and infinities too. 8 more bits round it to 24 bits first, which is within
-    `2**-16` of every normal value; what is less than half a step below infinity, from
-    `2**128 - 2**111` on, becomes infinite. The bfloat16 is the one nearest to what `join` gives
-    back, of two that are equally near the one of larger magnitude; it is infinite from
-    `2**128 - 2**119` on, and the rest still leads back to the finite value.
+    The split uses integer arithmetic. With 16 more bits, `join` restores every float32 value bit
+    for bit, including denormal values, signed zeros and infinities. With 8 more bits, values are
+    first rounded to 24 bits, which is within `2**-16` of every normal value. Values that are less
+    than half a step below infinity, from `2**128 - 2**111` on, then become infinite.
 
-    A NaN is joined to a NaN, but not to every one of their bits, and its bfloat16 may be infinite.
+    The bfloat16 value is the one nearest to what `join` restores; a tie goes to the larger
+    magnitude. It is infinite from `2**128 - 2**119` on, and the rest still leads back to the finite
+    value.
+
+    `join` restores a NaN as a NaN, but not always with the same bits, and its bfloat16 value may be
+    infinite.
 
     Args:
-        value: What is split.
-        bits: How many bits the second part has.
-        noise: Random words, one for each value. What 8 bits cannot hold is then rounded up or down
-            at random, so that the mean of many roundings is right.
+        value: The values to split.
+        bits: The number of bits of the second part.
+        noise: Random words, one for each value. Bits that 8 bits cannot hold are then rounded up or
+            down at random, so that the mean of many roundings is right.
 
     Returns:
         The bfloat16 values, and integers of 16 or 8 bits.
@@ -55,22 +58,24 @@ def split(
     if bits not in (8, 16):
         raise ValueError(f"bits must be 8 or 16; got {bits!r}.")
     word = bitcast_convert_type(value, jnp.uint32)
-    # Sign and magnitude apart: a carry then moves a magnitude to the next, and never into the sign.
+    # Sign and magnitude are kept apart, so that a carry moves a magnitude to the next one and never
+    # changes the sign.
     sign, size = word & jnp.uint32(0x80000000), word & jnp.uint32(0x7FFFFFFF)
     if bits == 8:
-        # Rounded to 24 bits a NaN of few bits would be infinite: all of them become one.
+        # Rounding to 24 bits would make a NaN infinite if only its low bits are set, so all NaNs
+        # become the same one.
         is_nan = size > 0x7F800000
         more = jnp.uint32(0x80) if noise is None else noise & 0xFF
         size = (size + more) & jnp.uint32(0x7FFFFF00)
         size = jnp.where(is_nan, jnp.uint32(0x7FC00000), size)
     else:
-        # The last NaNs would be carried into the sign; they become the one before. As signed
-        # integers, since Mosaic TPU has no unsigned minimum.
+        # The NaNs with the largest bits would carry into the sign, so the minimum replaces them. It
+        # is a minimum of signed integers, since Mosaic TPU has no unsigned minimum.
         signed = jnp.minimum(bitcast_convert_type(size, jnp.int32), 0x7FFF7FFF)
         size = bitcast_convert_type(signed, jnp.uint32)
     word = sign | size
-    # Rounded to the nearest, not cut: the parameter is computed with as it is. The rest is then a
-    # signed distance, which fits as many bits.
+    # Round to the nearest and do not truncate: models compute with the bfloat16 value alone. The
+    # rest is then a signed distance, which fits into as many bits.
     high = (word + 0x8000) >> 16
     low = bitcast_convert_type(word - (high << 16), jnp.int32)
     low = (low >> 8).astype(jnp.int8) if bits == 8 else low.astype(jnp.int16)
@@ -83,10 +88,10 @@ def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
 
     Args:
         high: The bfloat16 values.
-        low: What they lack, of 16 or 8 bits.
+        low: The bits that they lack, 16 or 8.
 
     Returns:
-        Float32 values: the same ones after 16 bits, the nearest of 24 bits after 8.
+        Float32 values: with 16 bits the original values, with 8 bits the nearest of 24 bits.
 
     Example:
         ```python
@@ -105,14 +110,14 @@ def join(high: BFloat16[Array, "..."], low: Low) -> Float32[Array, "..."]:
     size = bitcast_convert_type((word & 0x7FFF) << 16, jnp.int32)
     rest = low.astype(jnp.int32)
     rest = rest << 8 if low.dtype == jnp.int8 else rest
-    # Never below zero for what `split` has made. Where a parameter was changed without its rest,
-    # the sum of both would be carried into the sign and become a NaN.
+    # The sum is never below zero for the results of `split`. If a parameter was changed without its
+    # rest, the sum would carry into the sign and become a NaN.
     size = bitcast_convert_type(jnp.maximum(size + rest, 0), jnp.uint32)
     return bitcast_convert_type(((word & 0x8000) << 16) | size, jnp.float32)
 
 
 def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:
-    """Convert any float to float32; bfloat16 by its bits, which keeps denormal values."""
+    """Convert any float to float32; bfloat16 by its bits, to keep denormal values."""
     if value.dtype == jnp.bfloat16:
         word = bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32) << 16
         return bitcast_convert_type(word, jnp.float32)
@@ -120,17 +125,17 @@ def widened(value: Shaped[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def word_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the unsigned integer that is as wide as a dtype."""
+    """Return the unsigned integer dtype that is as wide as a dtype."""
     return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
 
 
 def words(value: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return the bits of values, as unsigned integers."""
+    """Return the bits of values as unsigned integers."""
     return bitcast_convert_type(value, word_dtype(value.dtype))
 
 
 def check_dtype(value: Shaped[Array, "..."], dtype: DTypeLike, who: str) -> None:
-    """Raise unless an array is of a dtype, whose bits are to be read."""
+    """Raise unless an array has the dtype whose bits the caller reads."""
     wanted = jnp.dtype(dtype)
     if value.dtype != wanted:
         raise TypeError(
@@ -140,7 +145,7 @@ def check_dtype(value: Shaped[Array, "..."], dtype: DTypeLike, who: str) -> None
 
 
 def joined(param: Shaped[Array, "..."], low: Low | None) -> Float32[Array, "..."]:
-    """Return the float32 value of a parameter, with the bits that it lacks if they are kept."""
+    """Return the float32 value of a parameter, with the bits that it lacks if they are stored."""
     return widened(param) if low is None else join(param, low)
 
 
@@ -150,7 +155,7 @@ def parted(
     low: Low | None,
     noise: UInt32[Array, "..."] | None = None,
 ) -> tuple[Shaped[Array, "..."], Any]:
-    """Store a new value of a parameter as the old one is: split, or converted."""
+    """Store a new value of a parameter like the old one: split, or converted."""
     if low is None:
         return value.astype(param.dtype), None
     return split(value, bits=8 if low.dtype == jnp.int8 else 16, noise=noise)

@@ -1,4 +1,4 @@
-"""Rounding up or down at random, so that the mean is right."""
+"""Round up or down at random, so that the mean is right."""
 
 from types import MappingProxyType
 
@@ -20,16 +20,16 @@ def stochastic_round(
     """Round float32 values to one of their two neighbors in a narrower format, at random.
 
     The nearer neighbor is the likelier one, in the proportion that makes the mean of many
-    roundings the value itself. What the format can hold is never changed. Beyond the largest
-    finite value it is rounded as a conversion rounds, and what is not finite stays so.
+    roundings the value itself. Values that the format can hold never change. Values beyond its
+    largest finite one are rounded as a conversion rounds, and values that are not finite stay so.
 
-    To bfloat16 it is done with integers, and holds for denormal values as well. Other formats have
-    no values near float32's denormal ones: those are rounded to zero.
+    Rounding to bfloat16 uses integer arithmetic, and is right for denormal values as well. Other
+    formats have no values near float32's denormal values, which are rounded to zero.
 
     Args:
-        value: What is rounded, in float32.
+        value: The values to round, in float32.
         dtype: bfloat16, float16, float8_e4m3fn, float8_e5m2 or float4_e2m1fn.
-        key: Where randomness comes from. The same key gives the same result.
+        key: The source of randomness. The same key gives the same result.
 
     Returns:
         Values of the format.
@@ -86,7 +86,7 @@ def _to_float(
     bits = bitcast_convert_type(nearest, word)
     away = jnp.abs(back) < jnp.abs(value)
     other = bitcast_convert_type(jnp.where(away, bits + 1, bits - 1).astype(word), dtype)
-    # Past zero the neighbor is zero's own, of the value's sign.
+    # The other neighbor of zero is the smallest number with the value's sign.
     smallest = bitcast_convert_type(jnp.asarray(1, word), dtype)
     other = jnp.where(
         back == 0, jnp.copysign(smallest.astype(jnp.float32), value), other.astype(jnp.float32)
@@ -100,7 +100,8 @@ def _to_float(
 def _to_four_bits(
     value: Float32[Array, "..."], noise: Float32[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    # The values 0, 1/2, 1, 3/2, 2, 3, 4, 6 have three distances, all of them powers of two.
+    # Neighbors among the values 0, 1/2, 1, 3/2, 2, 3, 4, 6 have three distances, all of them powers
+    # of two.
     size = jnp.abs(value)
     step = jnp.where(
         size < 2, jnp.float32(0.5), jnp.where(size < 4, jnp.float32(1), jnp.float32(2))

@@ -1,4 +1,4 @@
-"""Faults of long runs: processes that hang, bits that flip, machines that are taken away."""
+"""Handle faults of long runs: processes that hang, bits that flip, machines that are preempted."""
 
 from halfstep.reliability._preemption import Preemption as Preemption
 from halfstep.reliability._replay import ReplayError as ReplayError, replay_check as replay_check

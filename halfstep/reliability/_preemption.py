@@ -1,4 +1,4 @@
-"""A machine that is taken away: all processes stop after the same step."""
+"""Stop all processes after the same step when a machine is preempted."""
 
 import signal
 import threading
@@ -14,9 +14,9 @@ from halfstep._base import checked
 class Preemption:
     """Tells all processes after which step to save and stop, once one of them gets a SIGTERM.
 
-    With several processes the step is agreed upon by JAX's coordination service: the signal may
-    reach one of them only, and they need not be at the same step. With one process it is the next
-    step. Use it in a `with` statement, in the main thread.
+    With several processes, JAX's coordination service chooses the step: the signal may reach only
+    one of them, and they need not be at the same step. With one process, it is the next step. Use
+    this class in a `with` statement, in the main thread.
 
     Example:
         ```python
@@ -36,8 +36,8 @@ class Preemption:
     def __init__(self) -> None:
         self._noticed = threading.Event()
         self._before: Any = None
-        # With several processes JAX's coordination service has its own handler for SIGTERM, from
-        # which one of ours would take the signal.
+        # With several processes, JAX's coordination service has its own handler for SIGTERM. A
+        # handler here would take the signal from it.
         self._is_alone = not jax.distributed.is_initialized()
 
     def __enter__(self) -> "Preemption":
@@ -64,10 +64,10 @@ class Preemption:
         self._noticed.set()
 
     def reached(self, step: int) -> bool:
-        """Return whether this is the step to stop after. Every process asks after every step.
+        """Return whether this is the step to stop after. Call it on every process after every step.
 
         Args:
-            step: Its number; the next one has the next number.
+            step: The number of the step; the next step has the next number.
         """
         if self._is_alone:
             return self._noticed.is_set()

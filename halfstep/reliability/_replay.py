@@ -1,4 +1,4 @@
-"""Arithmetic that goes wrong: is what a step computes what it computes once more?"""
+"""Find arithmetic that goes wrong: compute a step twice, and compare the results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from halfstep.reliability._rest import differences, rest_check
 
 
 class ReplayError(RuntimeError):
-    """The same computation on the same arrays has given other bits.
+    """The same computation on the same arrays gave different bits.
 
     Example:
         ```python
@@ -32,21 +32,21 @@ class ReplayError(RuntimeError):
 def replay_check(func: Callable[..., Any], *args: Any, step: int | None = None) -> Any:
     """Compute a result twice, and compare the bits.
 
-    A core that computes wrongly now and then raises no error, and its numbers are finite. Pass the
-    gradient of one microbatch every hundred steps or so. Both runs are on the same devices: what is
-    always wrong in the same way is not found. On GPUs, programs that add in any order (scatters)
-    need `--xla_gpu_deterministic_ops=true`.
+    A core that sometimes computes wrong results raises no error, and its numbers are finite. Pass
+    the gradient of one microbatch every hundred steps or so. Both runs are on the same devices, so
+    results that are always wrong in the same way are not found. On GPUs, programs that add in any
+    order (scatters) need `--xla_gpu_deterministic_ops=true`.
 
     Args:
-        func: A compiled function without effects that donates nothing.
-        *args: What it is given.
-        step: For the message.
+        func: A compiled function without side effects that donates nothing.
+        *args: The arguments of the function.
+        step: The number of the step, for the message.
 
     Returns:
-        What it returned.
+        The result of the function.
 
     Raises:
-        ReplayError: On all processes. It names results and devices.
+        ReplayError: If the bits differ, on all processes. The message names results and devices.
 
     Example:
         ```python
@@ -61,7 +61,7 @@ def replay_check(func: Callable[..., Any], *args: Any, step: int | None = None) 
         ```
     """
     result = func(*args)
-    # One after the other, each by itself: in one program the compiler would compute it once.
+    # Each run is its own program: in one program, the compiler would compute the result only once.
     digests = rest_check(jax.block_until_ready(result))
     changed = differences(digests, rest_check(func(*args)))
     if changed:

@@ -1,8 +1,8 @@
-"""Copies that must be the same: are they?
+"""Check that copies of an array on several devices are the same.
 
-What is replicated is computed on each device by itself. A bit that flips in the memory of one of
-them stays there, is finite, and raises no error: the copies drift apart, and the gradients of all
-are spoiled a little from then on.
+Each device computes its own copy of a replicated array. A bit that flips in the memory of one
+device stays flipped, leaves a finite value, and raises no error. The copies drift apart, and from
+then on the gradients of all devices are slightly wrong.
 """
 
 import functools
@@ -50,17 +50,18 @@ def replica_check(tree: Any, *, step: int | None = None) -> None:
     """Compare the copies of every array that is on several devices, bit by bit.
 
     Each device sums up the bits of its own copies, and the smallest and the largest sum over the
-    copies are compared. That reads the arrays once and sends a few bytes an array. Call it every
-    hundred steps or so, on all processes. What is divided over all devices has no copies, and is
-    not checked.
+    copies are compared. The check reads the arrays once and sends a few bytes per array. Call it
+    every hundred steps or so, on all processes. Arrays that are divided over all devices have no
+    copies and are not checked.
 
     Args:
-        tree: Any pytree, such as the state of a run. Leaves that are no arrays over a mesh are
-            left out.
-        step: For the message.
+        tree: Any pytree, such as the state of a run. Leaves that are not arrays over a mesh are
+            skipped.
+        step: The number of the step, for the message.
 
     Raises:
-        ReplicaError: On all processes. It names the arrays and the devices that differ from most.
+        ReplicaError: If copies differ, on all processes. The message names the arrays, and the
+            devices that differ from most.
 
     Example:
         ```python
@@ -117,7 +118,7 @@ def _specs(arrays: Sequence[jax.Array]) -> tuple[P, ...]:
 def _compiled(
     mesh: Mesh, axes: tuple[tuple[str, ...], ...], specs: tuple[P, ...]
 ) -> Callable[..., jax.Array]:
-    """Compile a function that says, for each array, whether its copies differ."""
+    """Compile a function that returns, for each array, whether its copies differ."""
 
     def differ(*shards: jax.Array) -> jax.Array:
         flags = []
@@ -125,17 +126,18 @@ def _compiled(
             sums = device_sums(shard)
             low, high = jax.lax.pmin(sums, over), jax.lax.pmax(sums, over)
             flags.append(jnp.any(low != high).astype(jnp.int32))
-        # An array may be divided over some axes and copied over others: any of its parts counts.
+        # An array may be divided over some axes and copied over others. A difference in any of its
+        # parts counts.
         return jax.lax.pmax(jnp.stack(flags), tuple(mesh.axis_names))
 
-    # Unchecked: the check takes an array for the same wherever its spec says that it is copied, and
-    # whether that is true is the question here.
+    # JAX's check is off: it assumes that an array is the same wherever its spec says that the array
+    # is copied, but this is the question here.
     mapped = jax.shard_map(differ, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     return jax.jit(mapped)
 
 
 def _tell(mesh: Mesh, name: str, array: jax.Array, axes: tuple[str, ...]) -> str:
-    """Name the devices whose copy differs from most of those that should be the same."""
+    """Name the devices whose copy differs from most other copies."""
 
     def sums(shard: jax.Array) -> jax.Array:
         return device_sums(shard).reshape((1,) * len(mesh.axis_names) + (2,))
@@ -154,7 +156,7 @@ def _tell(mesh: Mesh, name: str, array: jax.Array, axes: tuple[str, ...]) -> str
     for place in np.ndindex(groups.shape[:-1]):
         values, counts = np.unique(groups[place], return_counts=True)
         if len(values) > 1:
-            # Of two copies that differ, nothing says which one is right: both are named.
+            # If two copies differ, nothing says which one is right, so both are named.
             usual = values[np.argmax(counts)] if counts.max() > 1 else None
             odd += [d for d in _devices_of(mesh, last, place) if digests[d] != usual]
     where = ", ".join(_name(mesh, place) for place in odd[:_SHOWN])

@@ -1,8 +1,9 @@
-"""State at rest: is what a step begins with what the step before has written?
+"""Check that a state does not change between two steps.
 
-Copies can be compared with one another (`replica_check`); what is divided over devices has no copy.
-But nothing may change it between two steps. A digest of every shard, taken when a step ends and
-again when the next one begins, finds any bit that has flipped in between, on every device.
+Copies can be compared with one another (`replica_check`), but an array that is divided over devices
+has no copies. Between two steps, however, nothing may change it. A digest of every shard, taken
+when a step ends and again when the next one begins, finds any bit that has flipped in between, on
+every device.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ _SHOWN = 5
 
 
 class RestError(RuntimeError):
-    """A state that has changed while nothing was computed.
+    """A state has changed while nothing was computed.
 
     Example:
         ```python
@@ -39,7 +40,7 @@ class RestError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class StateDigests:
-    """The digests of every shard of a state, as `rest_check` takes them. They stay on the devices.
+    """The digests of every shard of a state, from `rest_check`. They stay on the devices.
 
     Example:
         ```python
@@ -53,33 +54,34 @@ class StateDigests:
     """
 
     names: tuple[str, ...]
-    """The arrays."""
+    """The names of the arrays."""
     sums: tuple[jax.Array, ...]
-    """Of each array two words for each device that has a part of it."""
+    """Two words per array for each device that has a part of the array."""
 
 
 @checked
 def rest_check(
     state: Any, digests: StateDigests | None = None, *, step: int | None = None
 ) -> StateDigests:
-    """Take digests of a state, and compare them with those that were taken before.
+    """Take digests of a state, and compare them with earlier digests.
 
-    Take them when a step ends, and compare when the next one begins: in between, data is loaded,
-    checkpoints are written and hosts are waited for, and nothing may change. It reads the state
-    once, sends nothing between devices, and reads a few bytes an array on the host if there is
-    something to compare. What flips while a step runs is not found.
+    Take digests when a step ends, and compare them when the next step begins. In between, data is
+    loaded, checkpoints are written and the run waits for hosts, but the state may not change. The
+    check reads the state once, sends nothing between devices, and reads a few bytes per array on
+    the host if there are digests to compare. It does not find bits that flip while a step runs.
 
     Args:
         state: Any pytree: parameters, optimizer state, loss scaling, ledger, a recipe's state.
-            Leaves that are no arrays of JAX's are left out.
-        digests: What was returned for the same state before. All processes pass it, or none.
-        step: For the message.
+            Leaves that are not JAX arrays are skipped.
+        digests: The digests that were returned earlier for the same state. Either all processes
+            pass them, or none.
+        step: The number of the step, for the message.
 
     Returns:
         The digests.
 
     Raises:
-        RestError: On all processes. It names arrays and devices.
+        RestError: If the state has changed, on all processes. The message names arrays and devices.
         ValueError: If the digests are of another state.
 
     Example:
@@ -121,7 +123,7 @@ def rest_check(
 
 
 def _shard_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sums of each array's shards, each where it lies."""
+    """Return the sums of each array's shards, each on the device of its shard."""
     found: list[Any] = [None] * len(arrays)
     groups: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):
@@ -142,7 +144,7 @@ def _shard_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return found
 
 
-# One program for all arrays of a mesh: a model of thousands of arrays compiles once.
+# All arrays of a mesh share one program, so that a model of thousands of arrays compiles once.
 @functools.lru_cache(maxsize=16)
 def _over_mesh(mesh: Mesh, specs: tuple[P, ...]) -> Callable[..., tuple[jax.Array, ...]]:
     one = (1,) * len(mesh.axis_names)
@@ -151,7 +153,7 @@ def _over_mesh(mesh: Mesh, specs: tuple[P, ...]) -> Callable[..., tuple[jax.Arra
         return tuple(device_sums(shard).reshape((*one, 2)) for shard in shards)
 
     out = (P(*mesh.axis_names),) * len(specs)
-    # Unchecked: copies are taken one by one, and whether they are the same is not asked here.
+    # JAX's check is off: every copy has its own sum, and copies need not be the same here.
     mapped = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     return jax.jit(mapped)
 
@@ -162,10 +164,12 @@ def _on_one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def differences(before: StateDigests, now: StateDigests) -> list[str]:
-    """The arrays of two states that differ, with the devices; the same on all processes.
+    """Return the arrays that differ between two states, with their devices.
+
+    The result is the same on all processes.
 
     Raises:
-        ValueError: If they are of states that cannot be compared.
+        ValueError: If the two states cannot be compared.
     """
     if before.names != now.names or any(
         a.shape != b.shape for a, b in zip(before.sums, now.sums, strict=True)
@@ -180,13 +184,13 @@ def differences(before: StateDigests, now: StateDigests) -> list[str]:
         for name, old, new in zip(now.names, before.sums, now.sums, strict=True)
         if (devices := _differing(old, new))
     ]
-    # All of them have to raise: one alone would leave the others waiting.
+    # All processes have to raise: if only one did, the others would wait for it.
     said = [line for text in gather_texts("\n".join(own)) for line in text.split("\n") if line]
     return [*said[:_SHOWN], f"{len(said) - _SHOWN} more"] if len(said) > _SHOWN else said
 
 
 def _differing(old: jax.Array, new: jax.Array) -> list[str]:
-    """The devices of this process on which two sums differ."""
+    """Return the devices of this process on which two sums differ."""
     before = {shard.device: np.asarray(shard.data) for shard in old.addressable_shards}
     return [
         f"device {shard.device.id} of process {shard.device.process_index}"

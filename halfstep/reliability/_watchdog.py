@@ -1,4 +1,4 @@
-"""A process that hangs is ended, and says where it hung."""
+"""End a process that hangs, and write where it hung."""
 
 import contextlib
 import faulthandler
@@ -19,8 +19,9 @@ import jax
 from halfstep._base import checked, is_compiling
 
 _SCRIPT = pathlib.Path(__file__).with_name("_watchdog_process.py")
-# "CPU time limit exceeded", which nothing else sends to a training job: a scheduler can tell a hang
-# from an error (1), from XLA's own aborts (SIGABRT) and from a full memory (SIGKILL).
+# The signal "CPU time limit exceeded", which nothing else sends to a training job. A scheduler can
+# thus tell a hang from an error (1), from XLA's own aborts (SIGABRT) and from running out of memory
+# (SIGKILL).
 _SIGNAL = getattr(signal, "SIGXCPU", signal.SIGTERM)
 _GRACE = 10.0
 
@@ -28,21 +29,21 @@ _GRACE = 10.0
 class Watchdog:
     """Ends this process if a step takes too long, after writing the stacks of all its threads.
 
-    A process that hangs still answers the coordinator: that is another thread. So the others wait
-    for it without end. With a watchdog it is gone, they learn of it as of any other loss, and a
-    scheduler can start all of them again. A small process of its own keeps the time, so that a
-    thread that holds the interpreter does not stop it.
+    A process that hangs still answers the coordinator from another thread, so the other processes
+    wait for it forever. A watchdog ends the process: the others then learn of the loss as of any
+    other, and a scheduler can restart all of them. A small separate process keeps the time, so that
+    a thread that holds the interpreter does not stop the watchdog.
 
-    Only time in which the process could run counts: one that was stopped and continued, or a laptop
-    that slept, is not ended. Compiling counts against `first`, whenever it is. The exit status is
-    that of the signal SIGXCPU: -24 for Python's `subprocess`, 152 in a shell. Watchdogs may be
+    Only time in which the process could run counts. A process that was stopped and continued, or
+    whose laptop slept, is not ended. Compiling counts against `first`, at any step. The exit status
+    is that of the signal SIGXCPU: -24 for Python's `subprocess`, 152 in a shell. Watchdogs may be
     nested, and used in any thread.
 
     Args:
-        limit: In seconds, from one `tick` to the next.
-        first: For the first one, and whenever a program is compiled; ten times the limit if it is
-            not given.
-        file: Where to write: a file of the operating system, such as standard error.
+        limit: The limit in seconds from one `tick` to the next.
+        first: The limit for the first step, and whenever a program is compiled; ten times `limit`
+            by default.
+        file: The file to write to: a file of the operating system, such as standard error.
 
     Example:
         ```python
@@ -75,8 +76,8 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         name = f"process {jax.process_index()} (pid {os.getpid()})"
-        # Written by a handler in C, which needs neither the interpreter nor any lock of it. What
-        # was there before is called afterwards: nothing, which ends the process.
+        # A handler in C writes the stacks. It needs neither the interpreter nor any of its locks.
+        # The previous handler is called afterwards: the default one, which ends the process.
         faulthandler.register(_SIGNAL, file=self._file, all_threads=True, chain=True)
         words = (os.getpid(), self._file, int(_SIGNAL), name, _GRACE)
         self._process = subprocess.Popen(
@@ -105,10 +106,10 @@ class Watchdog:
             self._process.wait()
 
     def tick(self, step: SupportsInt | None = None) -> None:
-        """Say that a step is done. The time begins anew.
+        """Report that a step is done, and restart the time.
 
         Args:
-            step: Its number, for the message.
+            step: The number of the step, for the message.
         """
         self._say(self._limit, "the next step" if step is None else f"the step after {step}")
 
@@ -117,15 +118,15 @@ class Watchdog:
         """Allow a phase that takes longer than a step: an evaluation, a checkpoint, a download.
 
         Args:
-            seconds: How long it may take.
-            what: Its name, for the message.
+            seconds: How long the phase may take.
+            what: The name of the phase, for the message.
         """
         before = self._now
         self._say(_seconds(seconds, "seconds"), what)
         try:
             yield
         finally:
-            # What was being done begins anew.
+            # The time for the interrupted phase begins anew.
             self._say(before.get("seconds", self._limit), before.get("what", "the next step"))
 
     def _say(self, seconds: float, what: str, *, anew: bool = True) -> None:
@@ -136,7 +137,7 @@ class Watchdog:
             if process is None or process.stdin is None or process.stdin.closed:
                 return
             line = json.dumps({"seconds": seconds, "what": what, "anew": anew})
-            # If the watching process is gone, training goes on without it.
+            # If the watching process is gone, training continues without it.
             with contextlib.suppress(OSError):
                 process.stdin.write(f"{line}\n".encode())
                 process.stdin.flush()
@@ -144,7 +145,7 @@ class Watchdog:
     def _notice_compiling(self, thread: int) -> None:
         """Allow more time while a program is compiled, which may happen at any step.
 
-        JAX says that it has compiled only afterwards. Whether it is at it shows in the stack of the
+        JAX reports a compilation only afterwards. Whether it is compiling shows in the stack of the
         thread that trains.
         """
         was_compiling = False
@@ -172,6 +173,6 @@ def _descriptor(file: TextIO) -> int:
     try:
         return file.fileno()
     except (AttributeError, OSError, ValueError):
-        # A notebook or a test captures standard error in an object without a descriptor. What is
-        # written to 2 then still reaches the log of the process.
+        # A notebook or a test captures standard error in an object without a descriptor. Output to
+        # descriptor 2 then still reaches the log of the process.
         return 2

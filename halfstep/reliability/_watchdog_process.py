@@ -1,13 +1,14 @@
-"""Watch another process from outside: the script that `Watchdog` starts. It imports Python only.
+"""Watch another process from outside.
 
-It reads lines of JSON from its standard input: `{"seconds": 300, "what": "the step after 7"}` sets
-how long the watched process may take from now on. When that has passed, it writes who hangs, and
-sends a signal on which `faulthandler` writes all stacks. It ends with its input.
+`Watchdog` starts this script, which imports only Python's standard library. It reads lines of JSON
+from its standard input: `{"seconds": 300, "what": "the step after 7"}` sets how long the watched
+process may take from now on. When this time has passed, the script writes which process hangs, and
+sends a signal on which `faulthandler` writes all stacks. The script ends when its input ends.
 
-Time counts only while both processes can run. A laptop that slept, a job that was stopped (SIGSTOP)
-and continued, a machine that swaps: the clock has gone on, and nobody hangs. So time is added up in
-small pieces. A piece that took far longer than it was meant to is not counted in full, and one in
-which the watched process was stopped is not counted at all.
+Time counts only while both processes can run. When a laptop slept, a job was stopped (SIGSTOP) and
+continued, or a machine swapped, the clock has gone on although nothing hangs. Time is therefore
+added up in small pieces. A piece that took far longer than intended is not counted in full, and a
+piece in which the watched process was stopped is not counted at all.
 """
 
 import json
@@ -19,10 +20,10 @@ import time
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger; not known everywhere."""
+    """Return whether a process was stopped by a signal or a debugger; not known everywhere."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may have spaces in it.
+            # The name, in parentheses, may contain spaces.
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except (OSError, IndexError):
         return False
@@ -60,13 +61,13 @@ def watch(pid: int, out: int, number: int, name: str, grace: float) -> None:
             end = now + grace
             while os.getppid() == pid and time.monotonic() < end:
                 time.sleep(0.05)
-            # Still there: something holds the signal back.
+            # The process is still there: something blocks the signal.
             if os.getppid() == pid:
                 os.kill(pid, signal.SIGKILL)
             return
 
 
 if __name__ == "__main__":
-    # Not ended with the process that it watches, by Control-C in a terminal.
+    # Control-C in a terminal must not end this script together with the process that it watches.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

@@ -1,4 +1,4 @@
-"""The dimensions of a product's factors, for each of its three legs."""
+"""Describe the dimensions of a product's factors on each of its three legs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from halfstep._autocast.f8.linear import explicit_sharding
 
 
-# A product has three legs: forward, the gradient of one factor, and that of the other. Each is a
-# product of two of the three arrays (both factors and the cotangent), and sums over dimensions that
-# were a factor's own in another leg. Roles instead of axis numbers let one piece of code write all
-# three, for any `dot_general`: a leg only exchanges `summed` and `own`.
+# A product has three legs: forward, and the gradients of both factors. Each leg is a product of two
+# of the three arrays (both factors and the cotangent), and sums over dimensions that were a
+# factor's own on another leg. With roles instead of axis numbers, the same code computes all three
+# legs of any `dot_general`: a leg only exchanges `summed` and `own`.
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """What the dimensions of one factor are: shared with the other, summed with it, or its own."""
@@ -24,12 +24,12 @@ class Roles:
     own: tuple[int, ...]
 
     def turned(self) -> "Roles":
-        """For the leg that sums over what was its own."""
+        """Return the roles on the leg that sums over the factor's own dimensions."""
         return Roles(self.shared, self.own, self.summed)
 
 
 def of_dot(dimension_numbers: DotDimensionNumbers, ndims: Sequence[int]) -> tuple[Roles, Roles]:
-    """The roles of a `dot_general`'s factors."""
+    """Return the roles of a `dot_general`'s factors."""
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     made = []
     for summed, shared, ndim in (
@@ -42,12 +42,12 @@ def of_dot(dimension_numbers: DotDimensionNumbers, ndims: Sequence[int]) -> tupl
 
 
 def of_result(left: Roles, right: Roles, summed: int) -> Roles:
-    """The roles of a product's cotangent on a leg that sums over what is one factor's own.
+    """Return the roles of a cotangent on a leg that sums over one factor's own dimensions.
 
     Args:
-        left: The first factor.
-        right: The second one.
-        summed: Which of them.
+        left: The roles of the first factor.
+        right: The roles of the second factor.
+        summed: The factor whose own dimensions are summed, 0 or 1.
     """
     shared = len(left.shared)
     of_left = tuple(range(shared, shared + len(left.own)))
@@ -64,16 +64,16 @@ def dot(
     dtype: np.dtype,
     sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """A product: shared dimensions, then the first factor's own, then the second one's.
+    """Multiply: shared dimensions come first, then the first factor's own, then the second's.
 
     Args:
         first: The first factor.
-        second: The second one.
-        of_first: The roles of its dimensions.
-        of_second: Those of the second one's.
+        second: The second factor.
+        of_first: The roles of the first factor's dimensions.
+        of_second: The roles of the second factor's dimensions.
         dtype: The dtype of the product.
-        sharding: How the product is divided, in the order of its dimensions; needed over explicit
-            axes of a mesh, where the factors' own shardings may not say it.
+        sharding: How the product is sharded, in the order of its dimensions; needed over explicit
+            axes of a mesh, where the factors' own shardings may not determine it.
     """
     # A factor's own dimensions come out in ascending order.
     start = len(of_first.shared)
@@ -94,7 +94,7 @@ def dot(
 
 
 def divided(like: jax.ShapeDtypeStruct, axes: Sequence[int]) -> NamedSharding | None:
-    """The explicit sharding of a value, with its dimensions in another order."""
+    """Return the explicit sharding of a value, with its dimensions in another order."""
     sharding = explicit_sharding(like)
     if sharding is None:
         return None
@@ -107,7 +107,7 @@ def _ranks(axes: Sequence[int]) -> list[int]:
 
 
 def as_laid_out(value: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Move dimensions to where they belong: `axes[i]` is where the one at `i` goes."""
+    """Move dimensions to where they belong: dimension `i` goes to `axes[i]`."""
     return _transposed(value, sorted(range(len(axes)), key=lambda place: axes[place]))
 
 
@@ -116,16 +116,16 @@ def _transposed(value: jax.Array, order: Sequence[int]) -> jax.Array:
 
 
 def beside(scale: jax.Array, roles: Roles, before: int, after: int) -> jax.Array:
-    """A factor's scales, of its shape with 1 for what is summed, in the shape of the product.
+    """Reshape a factor's scales, whose summed dimensions are 1, to the shape of the product.
 
     Args:
         scale: The scales.
-        roles: The factor's.
-        before: How many dimensions of the other factor's own come before its own.
-        after: How many come after.
+        roles: The roles of the factor's dimensions.
+        before: How many of the other factor's own dimensions come before its own.
+        after: How many of them come after its own.
     """
-    # Scales have size 1 in what is summed, or they could not come out of the sum as factors of the
-    # product: these dimensions are dropped, and the other factor's own take their place.
+    # Scales have size 1 in summed dimensions; otherwise they could not be taken out of the sum.
+    # These dimensions are dropped, and the other factor's own dimensions take their place.
     kept = jax.lax.transpose(scale, (*roles.shared, *roles.own, *roles.summed))
     shape = kept.shape[: len(roles.shared) + len(roles.own)]
     split = len(roles.shared)
@@ -133,7 +133,7 @@ def beside(scale: jax.Array, roles: Roles, before: int, after: int) -> jax.Array
 
 
 def as_rows(value: jax.Array, roles: Roles) -> jax.Array:
-    """A factor as `[shared, own, summed]`."""
+    """Return a factor as `[shared, own, summed]`."""
     moved = jax.lax.transpose(value, (*roles.shared, *roles.own, *roles.summed))
     split = len(roles.shared), len(roles.shared) + len(roles.own)
     shape = moved.shape
@@ -145,6 +145,6 @@ def as_rows(value: jax.Array, roles: Roles) -> jax.Array:
 
 
 def from_rows(rows: jax.Array, roles: Roles, shape: Sequence[int]) -> jax.Array:
-    """A factor of a shape from its rows."""
+    """Return a factor of a shape from its rows."""
     axes = (*roles.shared, *roles.own, *roles.summed)
     return as_laid_out(rows.reshape([shape[axis] for axis in axes]), axes)

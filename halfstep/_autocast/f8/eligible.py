@@ -1,4 +1,4 @@
-"""Which contractions can be computed in few bits, and why the others are not."""
+"""Decide which contractions can be computed in 8 or 4 bits, and why the others are not."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ def site_of(
     out: np.dtype,
     weight_gradient: np.dtype,
 ) -> RecipeProduct | str:
-    """A contraction in few bits, or why it is none.
+    """Return a contraction in 8 or 4 bits, or why the recipe does not apply to it.
 
     Args:
         node: The contraction.
-        graph: What it is part of.
-        kinds: Those of its operands.
-        recipe: How products are computed in few bits.
-        by: The rule of the user's that is for it.
+        graph: The graph that it is part of.
+        kinds: The kinds of its operands.
+        recipe: How products are computed in 8 or 4 bits.
+        by: The user's rule that matches it, if one does.
         has_state: Whether the recipe's state reaches it.
         compute: The compute dtype.
         out: The dtype of its result.
-        weight_gradient: The dtype in which the gradient of the weight is made.
+        weight_gradient: The dtype of the weight's gradient.
     """
     if by:
         return f"the rule {by!r}"
@@ -59,8 +59,8 @@ def site_of(
     sizes = _sizes(node, avals, weight)
     if isinstance(sizes, str):
         return sizes
-    # Products of 8 and 4 bits take dimensions in multiples (cuBLASLt in those of 16), and rows are
-    # made of whole blocks.
+    # Products in 8 and 4 bits need dimensions that are multiples of a number (16 in cuBLASLt), and
+    # rows consist of whole blocks.
     unfit = [size for size in sizes if size % recipe.multiple_of or not size]
     if unfit:
         return f"{unfit[0]} is no multiple of {recipe.multiple_of}"
@@ -82,13 +82,13 @@ def site_of(
 
 
 def _adapted(node: Node, recipe: Recipe, avals: Sequence[ShapedArray]) -> Recipe | str:
-    """A recipe for a kind of contraction."""
+    """Return the recipe for a kind of contraction, or why it does not apply."""
     if node.primitive is jax.lax.dot_general_p:
         return recipe
     if node.name == "conv_general_dilated":
         if any(factor.per != "tensor" for leg in recipe.legs for factor in leg):
             return "a convolution has one scale for each tensor"
-        # Both factors of a convolution are of one dtype.
+        # Both factors of a convolution have the same dtype.
         first = recipe.forward[0]
         same = tuple(
             dataclasses.replace(factor, element=first.element) for factor in recipe.forward
@@ -104,10 +104,11 @@ def _adapted(node: Node, recipe: Recipe, avals: Sequence[ShapedArray]) -> Recipe
 
 
 def _sizes(node: Node, avals: Sequence[ShapedArray], weight: int) -> tuple[int, ...] | str:
-    """Of what is summed, and of the weight's own."""
+    """Return the sizes of the weight's summed and own dimensions, or a reason to refuse."""
     shape = avals[weight].shape
     if node.primitive is not jax.lax.dot_general_p and weight == 0:
-        # Of these, dimensions are those of a kernel or of a stack of matrices: the second factor.
+        # The dimensions below are those of a kernel or of a stack of matrices, which is the second
+        # factor of these contractions.
         return f"a parameter that is the first factor of `{node.name}`"
     if node.name == "conv_general_dilated":
         spec = node.params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Factors as they are written for one leg of a product, and as they are read again."""
+"""Encode factors for one leg of a product, and decode them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from halfstep.quant._scaled import (
 )
 
 Written = Scaled | Blocks | jax.Array
-"""A factor in few bits; an array if its leg is not quantized."""
+"""A factor in 8 or 4 bits; an array if its leg is not quantized."""
 
 
 def written(
@@ -32,14 +32,14 @@ def written(
     rotation: jax.Array | None = None,
     compute: np.dtype,
 ) -> Written:
-    """Write a factor for a leg.
+    """Encode a factor for a leg.
 
     Args:
         value: The factor.
-        factor: How it is written; `None` for in the compute dtype.
-        roles: Its dimensions on that leg.
-        scale: That of the whole tensor, if it is given.
-        key: For stochastic rounding.
+        factor: How it is encoded; `None` casts it to the compute dtype.
+        roles: The roles of its dimensions on that leg.
+        scale: The scale of the whole tensor, if it is given.
+        key: The key for stochastic rounding.
         rotation: The key with which both factors of the leg are rotated.
         compute: The dtype of legs that are not quantized.
     """
@@ -62,18 +62,18 @@ def read(
     *,
     rotation: jax.Array | None = None,
 ) -> Any:
-    """What is written, in the compute dtype and the factor's own shape.
+    """Decode a factor, to the compute dtype and its own shape.
 
-    In bfloat16 this is exact: elements have at most 4 bits, and scales are powers of two or have
-    4 bits too.
+    In bfloat16 this is exact: elements have at most 4 significant bits, and scales are powers of
+    two or have 4 significant bits, too.
 
     Args:
-        array: The factor.
-        factor: How it is written.
-        roles: Its dimensions on the leg that it is written for.
+        array: The encoded factor.
+        factor: How it is encoded.
+        roles: The roles of its dimensions on the leg that it is encoded for.
         shape: Its shape.
         compute: The dtype.
-        rotation: A key with which it was rotated, to be turned back.
+        rotation: The key with which it was rotated, if the rotation is to be undone.
     """
     if isinstance(array, Scaled):
         return (array.elements.astype(jnp.float32) * array.scale).astype(compute)
@@ -87,17 +87,17 @@ def read(
 
 
 def same_on_both(first: Factor | None, second: Factor | None) -> bool:
-    """Whether what is written for one leg serves the other: dimensions do not matter to it."""
+    """Return whether one encoding serves both legs: it does not depend on dimensions."""
     return first == second and first is not None and first.per == "tensor" and is_exact(first)
 
 
 def is_exact(factor: Factor) -> bool:
-    """Whether nothing about it is random."""
+    """Return whether nothing about an encoding is random."""
     return factor.rounding == "nearest" and not factor.rotate
 
 
 def observed(value: jax.Array, array: Written, factor: Factor | None, roles: Roles) -> jax.Array:
-    """The largest magnitude, and which parts were saturated and flushed to zero: `[3]`."""
+    """Return the largest magnitude, and the fractions saturated and flushed to zero: `[3]`."""
     size = jnp.abs(value)
     amax = jnp.max(size).astype(jnp.float32)
     if factor is None:
@@ -110,8 +110,7 @@ def observed(value: jax.Array, array: Written, factor: Factor | None, roles: Rol
     else:
         read_as = read(array, factor, roles, value.shape, np.dtype(jnp.float32), rotation=None)
         lost = (read_as == 0) & (size != 0)
-        # An element of rotated rows is a mixture of many: that it is zero says nothing about any of
-        # them.
+        # An element of a rotated row is a mixture of many: a zero says nothing about any of them.
         if factor.rotate:
             lost = jnp.zeros((), bool)
     return jnp.stack([amax, saturated, jnp.mean(lost, dtype=jnp.float32)])

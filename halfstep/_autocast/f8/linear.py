@@ -1,6 +1,6 @@
-"""A linear function that says itself what its transpose is.
+"""Define linear functions that say themselves what their transpose is.
 
-`jax.custom_derivatives.linear_call` is the same and cannot be mapped over (`vmap`).
+`jax.custom_derivatives.linear_call` does the same, but cannot be mapped over (`vmap`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,21 @@ from halfstep._base import type_of
 
 _R = TypeVar("_R", contravariant=True)
 Mapped = tuple[tuple[int | None, ...], ...]
-"""For each `vmap` around a linear function, the first one first: the axis of each residual."""
+"""The axis of each residual, for each `vmap` around a linear function, the first one first."""
 
 
 @runtime_checkable
 class Linear(Protocol[_R]):
-    """A function of residuals that is linear in what else it takes. It is compared by value."""
+    """A function that is linear in its arguments other than residuals. It is compared by value."""
 
     def push(self, residuals: _R, linears: Sequence[jax.Array]) -> jax.Array:
-        """The result."""
+        """Return the result."""
         ...
 
     def pull(
         self, residuals: _R, cotangent: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]
     ) -> Sequence[jax.Array]:
-        """The cotangents of what it is linear in, whose shapes and dtypes are given."""
+        """Return the cotangents of the linear arguments, whose shapes and dtypes are given."""
         ...
 
 
@@ -39,12 +39,12 @@ def linear(function: Linear[_R], residuals: _R, linears: Sequence[Any]) -> jax.A
     """Call a linear function.
 
     Args:
-        function: What is called.
+        function: The function to call.
         residuals: Arrays in which it is not linear.
-        linears: Arrays in which it is.
+        linears: Arrays in which it is linear.
     """
     flat, tree = jax.tree_util.tree_flatten(residuals)
-    # `_once` refuses second derivatives. They would be silently wrong: what was rounded counts as a
+    # `_once` refuses second derivatives. They would be silently wrong: a rounded value counts as a
     # constant here.
     flat = [_once(value) for value in flat]
     return _linear.bind(*flat, *linears, function=function, tree=tree, mapped=())
@@ -58,15 +58,15 @@ def product_with(
     other: jax.Array,
     rest: Sequence[Any],
 ) -> jax.Array:
-    """A contraction with a value in the place of one factor.
+    """Run a contraction with a value in the place of one factor.
 
     Args:
         contraction: The primitive.
-        options: What it is bound with.
+        options: The parameters of the primitive.
         place: Which factor.
-        value: What stands there.
+        value: The value in that factor's place.
         other: The other factor.
-        rest: What else the contraction takes.
+        rest: The contraction's other operands.
     """
     factors = (value, other) if place == 0 else (other, value)
     return contraction.bind(*factors, *rest, **options)
@@ -81,25 +81,25 @@ def gradient_by(
     rest: Sequence[Any],
     like: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """The gradient of one factor, by the contraction's own transpose.
+    """Compute the gradient of one factor by the contraction's own transpose.
 
     Args:
         contraction: The primitive.
-        options: What it is bound with.
+        options: The parameters of the primitive.
         place: Which factor.
-        cotangent: Of the result.
+        cotangent: The cotangent of the result.
         other: The other factor.
-        rest: What else the contraction takes.
-        like: The shape and dtype in which it comes out.
+        rest: The contraction's other operands.
+        like: The shape and dtype of the gradient.
     """
     aval: Any = jax.typeof(other)
-    # Of the dtype in which it is to come out: JAX casts to it.
+    # The missing factor has the dtype of the gradient: JAX casts the gradient to it.
     divided = {"sharding": like.sharding} if explicit_sharding(like) is not None else {}
     missing = ad.UndefinedPrimal(aval.update(shape=like.shape, dtype=like.dtype, **divided))
     factors = (missing, other) if place == 0 else (other, missing)
     given = {**options, "preferred_element_type": like.dtype}
     made = ad.primitive_transposes[contraction](cotangent, *factors, *rest, **given)[place]
-    # JAX says that there is none where a convolution has no output at all.
+    # JAX returns no gradient where a convolution has no output at all.
     return ad.instantiate_zeros(made)
 
 
@@ -108,7 +108,7 @@ _linear = Primitive("halfstep_linear")
 
 @jax.custom_jvp
 def _once(value: jax.Array) -> jax.Array:
-    """A value that may be kept for a derivative, and not be differentiated itself."""
+    """Return a value that may be kept for a derivative, but not be differentiated itself."""
     return value
 
 
@@ -137,7 +137,7 @@ def _apply(*values: Any, function: Linear[Any], tree: Any, mapped: Mapped) -> ja
 
 
 def explicit_sharding(aval: object) -> NamedSharding | None:
-    """How a value is divided, where that is part of its type: over explicit axes of a mesh."""
+    """Return the sharding that is part of a value's type: over explicit axes of a mesh."""
     sharding = getattr(aval, "sharding", None)
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
         return sharding
@@ -155,12 +155,12 @@ def _abstract(*avals: Any, **params: Any) -> Any:
     like = avals[params["tree"].num_leaves]
     varying = frozenset().union(*(getattr(aval, "vma", frozenset()) for aval in avals))
     made = like.update(shape=out.shape, dtype=out.dtype, weak_type=False)
-    # Within a shard_map: over which axes of the mesh it varies.
+    # Inside a shard_map, the type says over which axes of the mesh the result varies.
     return made.update(vma=varying) if varying else made
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    # Of its residuals nothing moves: `_once` sees to it.
+    # The residuals have no tangents: `_once` makes sure of that.
     count = params["tree"].num_leaves
     given = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]
     return (
@@ -202,7 +202,7 @@ def _transpose(
 
 
 def _within(aval: object, mapped: int) -> NamedSharding | None:
-    """The explicit sharding of a value without its leading dimensions."""
+    """Return the explicit sharding of a value without its leading dimensions."""
     sharding = explicit_sharding(aval)
     if sharding is None:
         return None

@@ -1,4 +1,4 @@
-"""One product in few bits, with its derivative: three legs, each quantized as a recipe says."""
+"""Compute one product in 8 or 4 bits: three legs, each quantized as a recipe says."""
 
 import contextlib
 import dataclasses
@@ -27,27 +27,28 @@ from halfstep._policy import Factor, Recipe
 from halfstep.quant._scaled import Scaled
 
 ELEMENTS = "halfstep_f8"
-"""Elements of few bits are multiplied."""
+"""The scope of a product that multiplies elements of 8 or 4 bits."""
 ROUNDED = "halfstep_rounded"
-"""What was rounded to few bits is multiplied in 16."""
+"""The scope of a product that multiplies, in 16 bits, values rounded to 8 or 4 bits."""
 
 
 def _marked(*, direct: bool, quantized: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """A scope for one product; none for a leg that the recipe leaves alone."""
+    """Return a scope for one product; none for a leg that the recipe does not quantize."""
     if not quantized:
         return contextlib.nullcontext()
     return jax.named_scope(ELEMENTS if direct else ROUNDED)
 
 
 class Slot(NamedTuple):
-    """What one product is given by the recipe's state.
+    """The part of a recipe's state that one product gets.
 
     Attributes:
-        scales: What the activation, the weight and the gradient are multiplied by, `[3]`; `None` if
-            they are scaled by what they are.
+        scales: The numbers that the activation, the weight and the gradient are multiplied by,
+            `[3]`; `None` if they are scaled by their current values.
         key: Bits of a random key; `None` if nothing is random.
-        probe: Zeros, `[3, 3]`. Their gradient is what was seen: of the activation, the weight and
-            the gradient the largest magnitude, and which parts were saturated and flushed to zero.
+        probe: Zeros, `[3, 3]`. Their gradient is what was observed of the activation, the weight
+            and the gradient: the largest magnitude, and the fractions that were saturated and
+            flushed to zero.
     """
 
     scales: jax.Array | None
@@ -59,13 +60,13 @@ _Fixed = tuple[jax.Array | None, jax.Array | None]
 """The scales and the key of a slot, which have no gradient."""
 
 Slots = Mapping[int, Any]
-"""By the number of an operation: its slot, or those of what is inside it."""
+"""The slot of each operation, by its number, or the slots of the products inside it."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Off:
-    """In place of a slot: this product is computed in the compute dtype."""
+    """Stands in place of a slot: the product is computed in the compute dtype."""
 
 
 OFF = Off()
@@ -73,11 +74,11 @@ OFF = Off()
 
 @dataclasses.dataclass(frozen=True)
 class RecipeProduct:
-    """A product that is computed in few bits, and all that is known of it before it runs."""
+    """A product that is computed in 8 or 4 bits, and all that is known before it runs."""
 
     contraction: Primitive
     options: tuple[tuple[str, Any], ...]
-    """What the primitive is bound with."""
+    """The parameters of the primitive."""
     recipe: Recipe
     weight: int
     """Which of its factors is the weight."""
@@ -85,7 +86,7 @@ class RecipeProduct:
     out: np.dtype
     """The dtype of the result."""
     gradients: tuple[np.dtype, np.dtype]
-    """In which dtype the gradient of each factor is made."""
+    """The dtype of each factor's gradient."""
     # A dimension is a number, or a symbol of `jax.export`.
     shapes: tuple[tuple[Any, ...], tuple[Any, ...]]
     out_shape: tuple[Any, ...]
@@ -94,17 +95,17 @@ class RecipeProduct:
         """Multiply.
 
         Args:
-            operands: The two factors, and what else the contraction takes.
-            slot: What the recipe's state has for it.
+            operands: The two factors, and the contraction's other operands.
+            slot: The product's slot in the recipe's state, if there is state.
         """
         if slot is None and self.recipe.is_random:
-            # `check_state` asks for it first.
+            # `check_state` asks for the state first.
             raise ValueError(
                 f"the recipe {self.recipe.name!r} is random and needs a key: pass its state, "
                 "scaling=recipe.init(...)."
             )
-        # What is seen in the backward pass can leave `jax.grad` only as a gradient: that of the
-        # probe, which therefore is an argument, beside those that have none.
+        # Observations of the backward pass can leave `jax.grad` only as a gradient: that of the
+        # probe. So the probe is an argument, next to the arguments that have no gradient.
         probe = None if slot is None else slot.probe
         fixed = None if slot is None else (slot.scales, slot.key)
 
@@ -129,7 +130,7 @@ class RecipeProduct:
             )
             if not moving:
                 return made, jnp.zeros_like(made)
-            # What one factor's gradient needs of the other.
+            # Each factor, as the gradient of the other one needs it.
             needed = tuple(kept[place] if 1 - place in moving else None for place in (0, 1))
             residuals = _Residuals(needed, rest, slot, seen)
             linears = [tangents[place] for place in moving]
@@ -144,12 +145,12 @@ class RecipeProduct:
 
     @functools.cached_property
     def roles(self) -> tuple[Roles, Roles]:
-        """Of both factors, forward."""
+        """The roles of both factors' dimensions on the forward leg."""
         if self._is_dot:
             dims = dict(self.options)["dimension_numbers"]
             return of_dot(dims, [len(shape) for shape in self.shapes])
-        # A ragged dot: rows of the first factor with one of several matrices each. Those of a
-        # convolution, which has one scale for each tensor, play no part.
+        # A ragged dot multiplies each row of the first factor by one of several matrices. The roles
+        # of a convolution, which has one scale for each tensor, play no part.
         return Roles((), (1,), (0,)), Roles((0,), (1,), (2,))
 
     # Forward.
@@ -157,7 +158,7 @@ class RecipeProduct:
     def forward(
         self, operands: Sequence[Any], slot: Slot | None
     ) -> tuple[Any, tuple[Any, Any], Any]:
-        """The result, what the other legs take of both factors, and what was seen."""
+        """Return the result, both factors as the other legs take them, and what was observed."""
         stored: list[Any] = []
         kept: list[Any] = []
         seen: list[Any] = []
@@ -170,7 +171,7 @@ class RecipeProduct:
             )
             first = make(factor, roles, key=_key(slot, which), rotation=_key(slot, 8))
             stored.append(first)
-            # One array for both legs, if the second one would be equal: a transposed copy with
+            # Both legs share one array if the second one would be equal: a transposed copy with
             # scales of its own costs as much memory as the first.
             if same_on_both(factor, later):
                 kept.append(first)
@@ -187,12 +188,12 @@ class RecipeProduct:
                 seen.append(observed(value, first, factor, roles))
         made = self._product(stored, operands[2:])
         if slot is not None:
-            # By what they are: the activation first.
+            # The activation comes first, then the weight.
             seen = [seen[1 - self.weight], seen[self.weight]]
         return made, (kept[0], kept[1]), seen
 
     def later(self, place: int) -> Factor | None:
-        """How a factor is written for the leg that makes the other one's gradient."""
+        """Return how a factor is encoded for the leg that computes the other one's gradient."""
         leg = self.recipe.input_gradient if place == self.weight else self.recipe.weight_gradient
         if leg is None:
             return None
@@ -225,19 +226,19 @@ class RecipeProduct:
         *,
         direct: bool,
     ) -> jax.Array:
-        """A factor as it enters a product: its elements, or what they stand for."""
+        """Return a factor as it enters a product: its elements, or what they stand for."""
         if direct and isinstance(array, Scaled):
             return array.elements
         return read(array, factor, roles, shape, self.compute)
 
     def _is_direct(self, factors: Sequence[Any]) -> bool:
-        """Whether the elements can be multiplied, and the result be scaled."""
+        """Return whether the elements can be multiplied, and the result be scaled."""
         if not all(isinstance(factor, Scaled) for factor in factors):
             return False
         return self._is_dot or all(factor.scale.size == 1 for factor in factors)
 
     def _scaled(self, made: jax.Array, factors: Sequence[Any], roles: Sequence[Roles]) -> jax.Array:
-        """A product of elements times the scales of both factors."""
+        """Multiply a product of elements by the scales of both factors."""
         scales = [factor.scale for factor in factors]
         if all(scale.size == 1 for scale in scales):
             scale = scales[0].reshape(()) * scales[1].reshape(())
@@ -257,14 +258,14 @@ class RecipeProduct:
         slot: Slot | None,
         like: jax.ShapeDtypeStruct,
     ) -> tuple[Any, Any]:
-        """The gradient of one factor, and what was seen of the cotangent.
+        """Return the gradient of one factor, and what was observed of the cotangent.
 
         Args:
             place: Which factor.
-            other: The other one, as it was written for this leg.
-            cotangent: Of the result.
-            rest: What else the contraction takes.
-            slot: What the recipe's state has for it.
+            other: The other factor, as it was encoded for this leg.
+            cotangent: The cotangent of the result.
+            rest: The contraction's other operands.
+            slot: The product's slot in the recipe's state, if there is state.
             like: The factor's shape, dtype and sharding.
         """
         is_weight = place == self.weight
@@ -290,7 +291,7 @@ class RecipeProduct:
         )
         own = self.roles[place]
         axes = (*own.shared, *own.own, *own.summed)
-        # A transposition that becomes part of the product gives it its name.
+        # A transpose that becomes part of the product gives the product its name.
         with _marked(direct=direct, quantized=factor is not None):
             if self._is_dot:
                 made = dot(given, against, roles, turned, dtype, divided(like, axes))
@@ -300,20 +301,20 @@ class RecipeProduct:
             if direct:
                 made = self._scaled(made, [arrived, other], [roles, turned])
             if self._is_dot:
-                # Its own dimensions came with the cotangent, those that were summed with the other
-                # factor, in the order in which they are paired.
+                # The factor's own dimensions came with the cotangent, and its summed dimensions
+                # with the other factor, in the order in which they are paired.
                 made = as_laid_out(made, axes)
         return made.astype(self.gradients[place]), seen
 
     def _cotangent_roles(self, summed: int) -> Roles:
-        """Of the cotangent, on the leg that sums over what is one factor's own."""
+        """Return the cotangent's roles on the leg that sums over one factor's own dimensions."""
         if self._is_dot:
             return of_result(*self.roles, summed)
         return Roles((), (0,), (1,)) if summed == 0 else Roles((), (1,), (0,))
 
 
 def _accumulator(dtype: np.dtype) -> np.dtype:
-    # A product of elements is scaled down only when it is there: float16 could not hold it.
+    # A product of elements is scaled down only afterwards: float16 could not hold it until then.
     return np.dtype(np.float32) if dtype == np.dtype(np.float16) else dtype
 
 
@@ -325,8 +326,8 @@ def _key(slot: Slot | None, which: int) -> jax.Array | None:
     # Numbers of the keys: 0 and 1 round the activation and the weight forward, 2 and 3 the same for
     # the gradient of the other factor, 4 and 5 round the cotangent for the gradients of the
     # activation and the weight, 6 and 7 rotate the legs of the weight's and of the activation's
-    # gradient, and 8 the forward leg. Both factors of a leg take the same rotation: in their
-    # product it cancels.
+    # gradient, and 8 the forward leg. Both factors of a leg take the same rotation, which cancels
+    # in their product.
     if slot is None or slot.key is None:
         return None
     return jax.random.fold_in(jax.random.wrap_key_data(slot.key), which)
@@ -336,10 +337,10 @@ def _key(slot: Slot | None, which: int) -> jax.Array | None:
 
 
 class _Residuals(NamedTuple):
-    """All that the derivative takes beside what moves."""
+    """Everything that the derivative takes in addition to the tangents."""
 
     kept: tuple[Any, ...]
-    """Each factor as the other one's gradient takes it; `None` if nobody asks for that."""
+    """Each factor as the other one's gradient takes it; `None` if that gradient is not needed."""
     rest: tuple[Any, ...]
     slot: Slot | None
     seen: list[jax.Array]
@@ -347,14 +348,14 @@ class _Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """The derivative of a site, as a linear function of what moves."""
+    """The derivative of a product, as a linear function of the tangents."""
 
     site: RecipeProduct
     moving: tuple[int, ...]
-    """Of the factors, and 2 for the probe."""
+    """The operands that have a tangent: 0 and 1 for the factors, and 2 for the probe."""
 
     def push(self, residuals: _Residuals, linears: Sequence[jax.Array]) -> jax.Array:
-        """The tangent of the result, in the compute dtype, by factors as they were written."""
+        """Return the tangent of the result, in the compute dtype, from the encoded factors."""
         (kept, rest, slot, _), site = residuals, self.site
         options = {**dict(site.options), "preferred_element_type": site.out}
         terms = []
@@ -378,7 +379,7 @@ class _Derivative:
     def pull(
         self, residuals: _Residuals, cotangent: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]
     ) -> Sequence[jax.Array]:
-        """The gradients of what moves."""
+        """Return the gradients of the operands that have a tangent."""
         (kept, rest, slot, seen), site = residuals, self.site
         made: dict[int, Any] = {}
         of_gradient: Any = None

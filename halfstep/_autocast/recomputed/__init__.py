@@ -1,1 +1,1 @@
-"""What is computed again for the backward pass: islands of float32, and segments between stores."""
+"""Recompute for the backward pass: islands of float32, and segments between stores."""

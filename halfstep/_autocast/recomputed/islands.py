@@ -1,11 +1,10 @@
-"""Islands: float32 between contractions, stored in the compute dtype and recomputed.
+"""Find islands: float32 regions between contractions that are recomputed instead of stored.
 
-Softmax, norms and losses run in float32. What the backward pass needs of them would be stored in
-float32 as well, which is what makes autocasting take more memory than casting everything. So
-adjacent float32 operations are gathered into islands, whose inputs and outputs are held in the
-compute dtype, and whose inside is recomputed in the backward pass. Contractions are never inside an
-island; neither is anything with an effect, a loop, or a call. Effects run in the order in which
-they are written: each counts as an operand of the next.
+Softmax, norms and losses run in float32. Their residuals would be stored in float32 as well, which
+would make autocasting take more memory than casting everything. So adjacent float32 operations are
+gathered into islands, whose inputs and outputs are held in the compute dtype, and whose inside is
+recomputed in the backward pass. An island never contains a contraction, an effect, a loop or a
+call. Effects run in the order in which they are written: each counts as an operand of the next.
 """
 
 import dataclasses
@@ -28,28 +27,28 @@ class Island:
 
     nodes: tuple[int, ...]
     reads: tuple[tuple[int, np.dtype | None], ...]
-    """What comes in, and the dtype it is held in."""
+    """The values that come in, each with the dtype it is held in."""
     outputs: tuple[tuple[int, np.dtype | None], ...]
-    """What goes out, and the dtype it is held in; a value may go out in both."""
+    """The values that go out, each with the dtype it is held in; a value may go out in both."""
     is_last: bool
-    """Whether no contraction comes after it, nor anything that may hold one."""
+    """Whether neither a contraction nor anything that may contain one comes after it."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The numbers of what comes in."""
+        """The numbers of the values that come in."""
         return tuple(number for number, _ in self.reads)
 
 
 def schedule(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Island]:
-    """Operations and islands in an order in which they can run."""
+    """Return operations and islands in an order in which they can run."""
     has_islands = plan.settings.islands and not plan.settings.has_segments
     groups = _groups(plan) if has_islands else []
     if not groups:
         return list(range(len(plan.graph.nodes)))
     begun = [_begun(plan, group) for group in groups]
     groups = [tuple(sorted({*group, *own})) for group, (own, _) in zip(groups, begun, strict=True)]
-    # After the last contraction nothing lies between the forward and the backward pass of an
-    # island, so there it needs no barrier (see `recompute`).
+    # After the last contraction, nothing lies between the forward and the backward pass of an
+    # island, so the island needs no barrier there (see `recompute`).
     later = _before_calls(plan)
     islands = [
         _island(plan, group, out_kinds, copied, later)
@@ -86,8 +85,8 @@ def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> l
     for unit, others in enumerate(needs):
         for other in others:
             users[other].append(unit)
-    # Of all that can run, the first as it was written: what is live at the same time stays close to
-    # what the user's program has, on which XLA's own scheduler begins.
+    # Take the first unit, in the user's order, that can run. The values that are live at the same
+    # time then stay close to those of the user's program, from which XLA's own scheduler starts.
     waiting = [len(others) for others in needs]
     ready = [unit for unit, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
@@ -103,11 +102,11 @@ def _sorted(plan: Plan, units: list[int | Island], unit_of: dict[int, int]) -> l
 
 
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
-    """The operations of each island."""
+    """Return the operations of each island."""
     nodes = plan.graph.nodes
-    # Operations of one level have the same number of contractions before them. Two of different
-    # levels have a contraction between them, or beside them, which no island may hold: it would be
-    # computed twice. So islands are made level by level.
+    # Operations of one level have the same number of contractions before them. Two operations of
+    # different levels have a contraction between them, or next to them. No island may contain it,
+    # because it would be computed twice. So islands are made level by level.
     by_level: dict[int, list[int]] = defaultdict(list)
     for index, level in enumerate(plan.levels):
         by_level[level].append(index)
@@ -129,12 +128,12 @@ def _groups(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _is_wide(plan: Plan, index: int) -> bool:
-    """Whether an operation makes float32 of what was low: what it would store is worth its time."""
+    """Return whether an operation makes float32 of low values, which is worth recomputing."""
     decision = plan.decisions[index]
     if decision.barrier or Kind.WIDE not in decision.outs:
         return False
-    # Before the first contraction, float32 that was made of float32 (a batch that is normalized,
-    # say) stays as it is: to round what comes in would lose what 16 bits did not have to hold.
+    # Before the first contraction, float32 that was made of float32 (such as a normalized batch)
+    # stays as it is: rounding its inputs would lose digits that never had to fit into 16 bits.
     level = plan.levels[index]
     return level > 0 or any(
         plan.seen(operand, level) in (Kind.STORED, Kind.LOW, Kind.WIDE)
@@ -152,12 +151,12 @@ def _depends_on_low(plan: Plan, operand: int | Constant) -> bool:
 def _closed(
     plan: Plan, indices: list[int], wide: set[int], merged: "_Union"
 ) -> list[tuple[int, ...]]:
-    """Groups with everything that lies between their members, until none has to grow."""
-    # An island runs as one function, so it must be convex: where `a` and `c` are in it, and `c`
-    # needs `b` which needs `a`, neither "the island, then b" nor "b, then the island" is an order.
-    # All that lies on a way from a member to a member is taken in, whatever its dtype. What is
-    # taken in can be of another island, which then joins, and the union may have new ways through
-    # it: hence the loop, which ends since groups only grow.
+    """Add everything that lies between the members of a group, until no group grows."""
+    # An island runs as one function, so it must be convex. If `a` and `c` are in it, and `c` needs
+    # `b`, which needs `a`, then neither "the island, then b" nor "b, then the island" is a valid
+    # order. So every operation on a path from member to member is added, whatever its dtype. An
+    # added operation can belong to another island, which then joins, and there may be new paths
+    # through the union: hence the loop, which ends because groups only grow.
     inside = set(indices)
     before: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {index: [] for index in indices}
@@ -198,7 +197,7 @@ def _reached(start: list[int], edges: dict[int, list[int]]) -> set[int]:
 
 
 class _Union:
-    """Which of some numbers belong together."""
+    """A union-find structure: which of some numbers belong together."""
 
     def __init__(self, items: list[int]):
         self.parent = {item: item for item in items}
@@ -214,9 +213,12 @@ class _Union:
 
 
 def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
-    """With what an island begins beside its float32: what is its alone, and copies of the rest.
+    """Find the cheap operations that an island begins with, in addition to its float32.
 
-    A row that is spread over a matrix is spread again, instead of being stored as a matrix.
+    A row that is broadcast to a matrix is broadcast again, instead of being stored as a matrix.
+
+    Returns:
+        The operations that only the island uses, and those that are copied into it.
     """
     graph, chosen = plan.graph, set(group)
     found: set[int] = set()
@@ -229,8 +231,8 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
             if plan.levels[index] == plan.levels[group[0]] and _is_cheap(plan, index):
                 found.add(index)
                 waiting.append(index)
-    # What others read as well is not moved into the island but copied: a broadcast costs nothing
-    # there, and to store it as a matrix would cost what the island is there to save.
+    # A broadcast that other operations read as well is not moved into the island but copied. It
+    # costs nothing there, and storing it as a matrix would cost what the island is meant to save.
     own = set(found)
     while True:
         inside = chosen | own
@@ -241,7 +243,7 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
 
 
 def _before_calls(plan: Plan) -> set[int]:
-    """The operations after which a contraction comes, or anything that may hold one."""
+    """Return the operations before a contraction, or before anything that may contain one."""
     found: set[int] = set()
     for index in reversed(range(len(plan.graph.nodes))):
         users = (
@@ -253,13 +255,13 @@ def _before_calls(plan: Plan) -> set[int]:
 
 
 def _may_contract(plan: Plan, index: int) -> bool:
-    # By its name: a contraction that the user has asked to run in float32 is one, too.
+    # The name decides: a contraction that the user has asked to run in float32 counts, too.
     decision, name = plan.decisions[index], plan.graph.nodes[index].name
     return decision.barrier and (name in CONTRACTIONS or decision.inner is not None)
 
 
 def _is_cheap(plan: Plan, index: int) -> bool:
-    """Whether an operation in the compute dtype makes what it need not store."""
+    """Return whether an operation is a broadcast in the compute dtype, which need not be stored."""
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     if decision.barrier or decision.function is not None or decision.outs != (Kind.LOW,):
         return False
@@ -301,18 +303,18 @@ def _island(
 def outputs_of(
     plan: Plan, made: set[int], inside: set[int], out_kinds: Sequence[Kind]
 ) -> tuple[tuple[int, np.dtype | None], ...]:
-    """What goes out of operations that run together, and the dtype it is held in.
+    """Return the values that go out of operations that run together, each with its dtype.
 
     Args:
         plan: The plan.
         made: The values that may go out.
         inside: The operations.
-        out_kinds: What the function is asked to return.
+        out_kinds: The kinds in which the function's results are wanted.
     """
     graph = plan.graph
     outputs: dict[tuple[int, np.dtype | None], None] = {}
-    # A value that one reader wants low and another one wide goes out twice. Both are cast inside,
-    # so that the cotangent of the narrow one comes back narrow.
+    # A value that one reader wants low and another one wide goes out twice. Both copies are cast
+    # inside, so that the cotangent of the narrow one comes back narrow.
     for number in sorted(made):
         for index in sorted(graph.users[number] - inside):
             outputs[number, taken(plan, number, index)] = None
@@ -324,10 +326,10 @@ def outputs_of(
 
 
 def taken(plan: Plan, number: int, index: int) -> np.dtype | None:
-    """The dtype in which an operation wants a value that comes out of an island."""
+    """Return the dtype in which an operation wants a value that comes out of an island."""
     decision, compute = plan.decisions[index], plan.settings.compute
     kind = plan.seen(number, plan.levels[index])
     if decision.rule is Rule.COMPUTE:
-        # Rounded before it leaves, so that what comes back in the backward pass is narrow too.
+        # The value is rounded before it leaves, so that its cotangent comes back narrow, too.
         kind = Kind.LOW
     return held_dtype(plan.graph.avals[number], kind, compute)

@@ -1,11 +1,11 @@
-"""How an island is recomputed: in a form that XLA neither undoes nor is hindered by.
+"""Recompute islands in a form that XLA does not undo, and that does not hinder XLA.
 
 `jax.checkpoint` puts a barrier on both the saved inputs and the incoming cotangents, so that XLA
-merges neither with anything. XLA:GPU needs both: without the second one it transposes cotangents in
-float32, and the step of a small ViT on an H100 moves 13.1 GiB instead of 12.3. XLA:TPU only needs
-the first: the second one keeps it from fusing contractions with what follows (14.5 GiB instead of
-14.0 on a v5e). Neither is needed in the body of a loop, where the two passes are apart anyway, and
-after the last contraction, where nothing lies between them.
+merges neither with anything. XLA:GPU needs both barriers: without the second one it transposes
+cotangents in float32, and the step of a small ViT on an H100 moves 13.1 GiB instead of 12.3.
+XLA:TPU only needs the first: the second one keeps it from fusing contractions with what follows
+(14.5 GiB instead of 14.0 on a v5e). Neither barrier is needed in the body of a loop, where the two
+passes are apart anyway, or after the last contraction, where nothing lies between the passes.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ from halfstep._program import Constant, Operand, Scan, While
 
 
 class Surroundings(enum.Enum):
-    """Where a plan runs, which says what XLA sees beside it."""
+    """Where a plan runs, which determines what XLA sees next to it."""
 
     WHOLE = "the whole function"
     LOOP = "in the body of a loop, whose backward pass is another loop"
     WITHIN = "in anything else: the backward pass follows, and something may lie between"
 
     def within(self, name: str) -> "Surroundings":
-        """The surroundings of what is inside an operation."""
+        """Return the surroundings of the functions inside an operation."""
         if name in (*Scan.names, *While.names):
             return Surroundings.LOOP
-        # Of what the user recomputes, both passes are in the body of one loop.
+        # Both passes of a function that the user recomputes are in the body of one loop.
         is_loop = self is Surroundings.LOOP and name not in RECOMPUTED
         return Surroundings.LOOP if is_loop else Surroundings.WITHIN
 
@@ -52,7 +52,7 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 def recomputed(func: Function, *, barred: bool, kept: Factor | None = None) -> Function:
-    """A function whose inside is recomputed for its derivatives.
+    """Return a function whose inside is recomputed for its derivatives.
 
     Args:
         func: A function of arrays, without effects.
@@ -68,11 +68,11 @@ def recomputed(func: Function, *, barred: bool, kept: Factor | None = None) -> F
 
 
 def _traced_once(func: Function) -> Function:
-    """The same function, which layers that are written out share without tracing it again."""
+    """Return the same function, which unrolled layers share without tracing it again."""
     made: dict[Any, Any] = {}
 
     def call(*values: Any) -> tuple[Any, ...]:
-        # Not by `jit`, which would compile it wherever the gradient is not itself compiled.
+        # Not `jit`: it would compile the function wherever the gradient is not itself compiled.
         types = tuple(map(jax.typeof, values))
         if types not in made:
             made[types] = jaxpr_as_fun(jax.make_jaxpr(func)(*values))
@@ -82,22 +82,22 @@ def _traced_once(func: Function) -> Function:
 
 
 def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
-    # `jax.checkpoint` with its own barriers puts one around what comes back from behind, too, and
-    # offers no way to leave that out for TPUs only. So the derivative is written here: the values
-    # come out of the function as it is, and tangents out of a second copy of it, which begins
-    # behind a barrier of our own. To differentiate that copy in reverse, JAX transposes it; the
-    # checkpoint around it keeps its inside from being stored for that.
+    # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
+    # out for TPUs only. So the derivative is written here. The values come out of the function as
+    # it is, and the tangents out of a second copy of it, which begins behind a barrier of our own.
+    # To differentiate that copy in reverse, JAX transposes it; the checkpoint around the copy keeps
+    # its inside from being stored for that.
     func = _traced_once(func)
 
     @jax.custom_jvp
     def outer(*values: Any) -> tuple[Any, ...]:
         return func(*values)
 
-    # TracedCall once, however often it is called: layers that are written out share it.
+    # Traced once, however often it is called: unrolled layers share it.
     @functools.cache
     def pushing(moving: tuple[int, ...], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            # Of these everything is made again, so that nothing else has to be stored.
+            # Everything is recomputed from these values, so that nothing else has to be stored.
             held = jax.lax.optimization_barrier(list(primals)) if barred else list(primals)
             held = [restore(value, dtype) for value, dtype in zip(held, dtypes, strict=True)]
 
@@ -118,8 +118,8 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
         if not moving:
             return results, tuple(map(zero_tangent, results))
         dtypes = tuple(primal.dtype for primal in primals)
-        # Settled first: 8 bits of what XLA left unrounded would differ from 8 bits of the value
-        # that every other reader sees.
+        # Values are settled first: 8 bits of a value that XLA left unrounded would differ from
+        # 8 bits of the value that every other reader sees.
         held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]
         return results, pushing(moving, dtypes)(held, [tangents[i] for i in moving])
 
@@ -132,8 +132,8 @@ def _moves(tangent: jax.Array | np.ndarray | SymbolicZero) -> bool:
 
 
 def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Which platform it is gets known when the program is lowered, not now: preflight traces on a
-    # CPU what it compiles for TPUs.
+    # The platform is known only when the program is lowered: preflight traces on a CPU what it
+    # compiles for TPUs.
     moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
     made = jax.lax.platform_dependent(
         [tangents[i] for i in moving],
@@ -146,17 +146,17 @@ def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(out)
 
 
-# Functions that are the same, and are shared.
+# Equal functions are shared.
 #
-# Layers that are written out repeat their islands and calls. JAX keeps what it has derived of a
-# function (its trace, derivative and transpose) by the function, so twelve layers that share one
-# are differentiated once.
+# Unrolled layers repeat their islands and calls. JAX caches what it derives from a function (its
+# trace, derivative and transpose) by the function, so twelve layers that share one function are
+# differentiated once.
 
 
 def island_signature(plan: Plan, island: Island) -> Hashable:
-    """Equal for islands of a plan that are the same function of what comes in.
+    """Return a key that is equal for islands of a plan that are the same function.
 
-    Lines of the source and named scopes are part of it, so that each operation keeps its own.
+    Source lines and named scopes are part of the key, so that each operation keeps its own.
     """
     numbers = {number: position for position, number in enumerate(island.inputs)}
     parts = tuple(_operation(plan, index, numbers) for index in island.nodes)
@@ -166,7 +166,7 @@ def island_signature(plan: Plan, island: Island) -> Hashable:
 
 
 def signature(plan: Plan, index: int) -> Hashable:
-    """The same for a single operation, such as a call."""
+    """Return such a key for a single operation, such as a call."""
     operands = plan.graph.nodes[index].ins
     numbers: dict[int, int] = {}
     for operand in operands:
@@ -202,13 +202,13 @@ def _operand(
 
 
 def _decision(decision: Decision) -> Hashable:
-    # What is planned for the inside follows from the operation and its operands.
+    # The plan of the inside follows from the operation and its operands.
     names = (field.name for field in dataclasses.fields(decision) if field.name != "inner")
     return tuple(_key(getattr(decision, name)) for name in names)
 
 
 def _key(value: object) -> Hashable:
-    """A value to compare by; what cannot be compared is equal to itself only."""
+    """Return a value to compare by; a value without a hash is equal only to itself."""
     try:
         hash(value)
     except TypeError:
@@ -226,10 +226,10 @@ _difference = Primitive("halfstep_difference")
 
 
 def difference(left: Array, right: Array, *, compute: np.dtype) -> jax.Array:
-    """Subtract in float32, except on TPU: there in the compute dtype, with a float32 result.
+    """Subtract in float32, or on TPU in the compute dtype with a float32 result.
 
     XLA:TPU would write the float32 difference to memory, once for the exponential and once for its
-    derivative. The operands are values of the compute dtype, so that what is lost is one rounding.
+    derivative. The operands are values of the compute dtype, so the only loss is one rounding.
     """
     return _difference.bind(left, right, compute=compute)
 
@@ -250,7 +250,7 @@ def _abstract(left: ShapedArray, right: ShapedArray, *, compute: np.dtype) -> Sh
 
 
 def _spread(tangent: jax.Array, left: Array, right: Array) -> jax.Array:
-    # NumPy knows no dimensions without a number, as `jax.export` has them.
+    # NumPy does not know the symbolic dimensions of `jax.export`.
     shape = jnp.broadcast_shapes(left.shape, right.shape)
     return tangent if tangent.shape == shape else jnp.broadcast_to(tangent, shape)
 

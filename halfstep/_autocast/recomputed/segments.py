@@ -1,17 +1,18 @@
-"""Segments: what lies between loops, branches, calls and effects, where rules say what is stored.
+"""Find segments, which take the place of islands where rules say what is stored.
 
-A segment runs in a `jax.checkpoint` that saves nothing but its stores (see `stores`). It takes the
-place of islands, and unlike those it holds contractions: which of their results are stored is what
-the rules are about, and all else is recomputed from these.
+A segment is what lies between loops, branches, calls and effects. It runs in a `jax.checkpoint`
+that saves nothing but its stores (see `stores`). Unlike islands, segments contain contractions: the
+rules say which of their results are stored, and everything else is recomputed from the stores.
 
-Loops, branches and calls are not part of a segment: they would run twice. Their bodies have
-segments of their own. Neither is anything with an effect, which must happen once.
+Loops, branches and calls are not part of a segment, because they would run twice. Their bodies have
+segments of their own. An operation with an effect is not part of a segment either, because an
+effect must happen once.
 
-What lies between two values that are stored is a segment of its own. A `jax.checkpoint` recomputes
-all of its inside at once, before the first gradient of it is computed: for layers that are written
-out one after the other, that would be the memory of all of them. Where all that goes from one part
-to the next is stored anyway, two of them cost no more than one. In the body of a loop, whose
-iterations are recomputed one by one, the parts stay together.
+The operations between two stored values are a segment of their own. A `jax.checkpoint` recomputes
+all of its inside at once, before it computes its first gradient. For unrolled layers in one
+segment, that would take the memory of all of them. If everything that goes from one part to the
+next is stored anyway, two segments cost no more than one. In the body of a loop, whose iterations
+are recomputed one by one, the parts stay together.
 """
 
 import dataclasses
@@ -28,36 +29,36 @@ from halfstep._autocast.recomputed.islands import outputs_of
 from halfstep._autocast.recomputed.recompute import Surroundings
 from halfstep._program import Constant, CustomJvp, size
 
-# What goes on without being stored is at most this part of what is.
+# The bytes that cross a cut in stores are at least this many times the bytes of other values.
 _SMALL = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Operations that are run, and recomputed, together."""
+    """Operations that run together, and are recomputed together."""
 
     nodes: tuple[int, ...]
     reads: tuple[tuple[int, np.dtype | None], ...]
-    """What comes in, and the dtype it is read in; `None` as it is held."""
+    """The values that come in, each with the dtype it is read in; `None` for as it is held."""
     outputs: tuple[tuple[int, np.dtype | None], ...]
-    """What goes out, and the dtype it is held in; a value may go out in both."""
+    """The values that go out, each with the dtype it is held in; a value may go out in both."""
     is_last: bool
-    """Whether nothing that is dear to recompute is in it, or comes after it."""
+    """Whether nothing that is expensive to recompute is in it, or comes after it."""
 
 
 def segments(plan: Plan, out_kinds: Sequence[Kind], place: Surroundings) -> list[int | Segment]:
-    """Operations and segments in an order in which they can run.
+    """Return operations and segments in an order in which they can run.
 
     Args:
-        plan: What is run.
-        out_kinds: As which kinds its outputs are wanted.
+        plan: The plan to run.
+        out_kinds: The kinds in which its outputs are wanted.
         place: Where it runs.
     """
     apart = [is_apart(plan, index) for index in range(len(plan.graph.nodes))]
     levels = _levels(plan, apart)
-    # Between the forward and the backward pass of what comes after the last contraction, such as a
-    # loss, nothing lies: it needs no barrier, and is a segment of its own. Of a loop's body or a
-    # call, the backward pass comes later, and what such a segment reads would be kept for it.
+    # The operations after the last contraction, such as a loss, are a segment of their own. Nothing
+    # lies between its forward and its backward pass, so it needs no barrier. The backward pass of a
+    # loop's body or of a call comes later, and the inputs of such a segment would be kept for it.
     last = _last(plan, apart) if place is Surroundings.WHOLE else set[int]()
     after = 1 + max(levels, default=0)
     levels = [after if index in last else level for index, level in enumerate(levels)]
@@ -77,16 +78,16 @@ def segments(plan: Plan, out_kinds: Sequence[Kind], place: Surroundings) -> list
 
 
 def is_apart(plan: Plan, index: int) -> bool:
-    """Whether an operation is in no segment: a loop, a branch, a call, or one with an effect."""
+    """Return whether an operation is in no segment: a loop, a branch, a call, or an effect."""
     node, decision = plan.graph.nodes[index], plan.decisions[index]
     holds = decision.inner is not None and not isinstance(node.structure, CustomJvp)
-    # Making a `Ref` is not an effect, and it must not be made twice either.
+    # Making a `Ref` is not an effect, but a `Ref` must not be made twice either.
     avals = map(plan.graph.aval, (*node.ins, *node.outs))
     return node.effects or holds or any(isinstance(aval, AbstractRef) for aval in avals)
 
 
 def _last(plan: Plan, apart: Sequence[bool]) -> set[int]:
-    """The operations after which nothing comes that is dear or stands apart, and are neither."""
+    """Return the operations that are not expensive or apart, and do not lead to such ones."""
     graph = plan.graph
     leads: set[int] = set()
     for index in reversed(range(len(graph.nodes))):
@@ -97,11 +98,11 @@ def _last(plan: Plan, apart: Sequence[bool]) -> set[int]:
 
 
 def _levels(plan: Plan, apart: Sequence[bool]) -> list[int]:
-    """Of each operation, how many of those that stand apart come before it.
+    """Return how many operations that stand apart come before each operation.
 
-    As many as possible for all that is not apart: what only the last segment reads is made there,
-    and need not be handed to it. Along every edge of the graph levels do not fall, so that the
-    operations of one level can run together.
+    Operations that do not stand apart get the highest possible level: a value that only the last
+    segment reads is made there, and need not be handed to it. Levels never fall along an edge of
+    the graph, so that the operations of one level can run together.
     """
     graph = plan.graph
     levels: list[int] = []
@@ -122,10 +123,10 @@ def _levels(plan: Plan, apart: Sequence[bool]) -> list[int]:
 
 
 def _parts(plan: Plan, nodes: Sequence[int]) -> list[list[int]]:
-    """Operations of one level, parted where all that goes on is stored.
+    """Split the operations of one level where everything that crosses the cut is stored.
 
-    Of all such places between two dear operations, it is the one where the least goes on. What goes
-    on without being stored must be small: it is kept as what comes into the next part.
+    Between two expensive operations, the cut is where the fewest bytes cross it. Values that cross
+    the cut without being stored must be small, because they are kept as inputs of the next part.
     """
     stored, loose = [], []
     for numbers in crossing(plan, nodes):
@@ -140,7 +141,7 @@ def _parts(plan: Plan, nodes: Sequence[int]) -> list[list[int]]:
             for x in range(before + 1, place + 1)
             if stored[x] > 0 and _SMALL * loose[x] <= stored[x]
         ]
-        # Of several the last: what comes after it is read as it was stored.
+        # Take the last of several equal cuts: operations after it read values as stored.
         cuts += sorted(fitting, key=lambda x: (stored[x] + loose[x], -x))[:1]
     return [list(nodes[begin:end]) for begin, end in itertools.pairwise((*cuts, len(nodes)))]
 
@@ -151,7 +152,7 @@ def _is_stored(plan: Plan, number: int) -> bool:
 
 
 def crossing(plan: Plan, nodes: Sequence[int]) -> list[set[int]]:
-    """Before each of some operations, the values that earlier ones hand to it or to later ones.
+    """Return, for each operation, the values that earlier ones hand to it or to later ones.
 
     Parameters, and results that are needed outside these operations, are kept in any case and do
     not count.
@@ -172,7 +173,7 @@ def crossing(plan: Plan, nodes: Sequence[int]) -> list[set[int]]:
 
 
 def held_bytes(plan: Plan, numbers: Iterable[int]) -> int:
-    """The bytes of values that are kept, in the dtypes in which they are read later."""
+    """Return the bytes of values that are kept, in the dtypes in which they are read later."""
     return sum(_held_bytes(plan, number) for number in numbers)
 
 
@@ -195,7 +196,8 @@ def _segment(
         for operand in graph.nodes[index].ins:
             if not isinstance(operand, Constant) and operand not in made:
                 seen[operand].add(plan.seen(operand, plan.levels[index]))
-    # Rounded before it comes in, if no reader wants more: what comes in is kept as it is.
+    # A value is rounded before it comes in if no reader wants more, because inputs are kept as they
+    # are.
     reads = {
         number: compute if kinds == {Kind.LOW} and plan.kinds[number] is Kind.WIDE else None
         for number, kinds in seen.items()

@@ -1,1 +1,1 @@
-"""What is kept for the backward pass: rules for it, and codes of few bits."""
+"""Keep residuals for the backward pass: rules for them, and codes of 8 and 4 bits."""

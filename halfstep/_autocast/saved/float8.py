@@ -1,7 +1,7 @@
-"""What is kept for the backward pass, in 8 bits instead of 16.
+"""Keep residuals for the backward pass in 8 bits instead of 16.
 
-The forward pass does not change. The gradient is made of operands that are rounded to 8 bits, each
-row with a scale of its own.
+The forward pass does not change. The gradient is computed from operands that are rounded to 8 bits,
+each row with a scale of its own.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from halfstep._policy import Factor
 from halfstep._program import size
 from halfstep.quant._scaled import inverse, power_of_two, saturated
 
-# Smaller ones are not worth a scale.
+# Smaller rows and arrays are not worth a scale.
 _LEAST_ROW, _LEAST = 16, 1024
-# The bits of plus and minus infinity. e4m3 has none: its two NaNs stand for them, and a NaN makes
-# the scale of its row one.
+# The bits of plus and minus infinity. e4m3 has no infinities: its two NaNs stand for them, and a
+# NaN in a row makes the scale of that row NaN.
 _INFINITIES = MappingProxyType({"e4m3": (0x7F, 0xFF), "e5m2": (0x7C, 0xFC)})
 
 
@@ -41,25 +41,25 @@ Residuals = tuple[list[Any], Sequence[Any]]
 
 
 def keep(value: jax.Array, factor: Factor) -> jax.Array | Kept:
-    """An array as it is kept: in 8 bits if it is large and of 16."""
+    """Return an array as it is kept: in 8 bits if it is large and has 16 bits."""
     row = value.shape[-1] if value.ndim >= 2 else 0
-    # A row without a number, of `jax.export`, may be a short one.
+    # A row whose length is a symbol of `jax.export` may be short.
     fits = isinstance(row, int) and row >= _LEAST_ROW and size(value) >= _LEAST
     if not fits or value.dtype.itemsize != 2 or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    # A masked score is infinite, and stays so: the largest of the others is what counts.
+    # A masked score is infinite and stays infinite: the scale depends on the others only.
     infinite = jnp.isinf(value)
     amax = jnp.max(jnp.abs(jnp.where(infinite, 0, value)), axis=-1, keepdims=True)
     scale = power_of_two(amax, factor.max)
     elements = saturated(value * scale.astype(value.dtype), factor)
     code = jnp.where(value > 0, *_INFINITIES[factor.element]).astype(jnp.uint8)
     bits = jnp.where(infinite, code, bitcast_convert_type(elements, jnp.uint8))
-    # A power of two: bfloat16 holds it.
+    # The scale is a power of two, so bfloat16 holds it.
     return Kept(bitcast_convert_type(bits, factor.dtype), inverse(scale).astype(jnp.bfloat16))
 
 
 def restore(value: jax.Array | Kept, dtype: np.dtype) -> jax.Array:
-    """The array that was kept."""
+    """Return an array that was kept, in a dtype."""
     if not isinstance(value, Kept):
         return value
     wide = value.elements.astype(jnp.float32)
@@ -72,36 +72,36 @@ def restore(value: jax.Array | Kept, dtype: np.dtype) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The derivative of a contraction, by factors that are kept in 8 bits."""
+    """The derivative of a contraction, computed from factors that are kept in 8 bits."""
 
     primitive: Primitive
     options: tuple[tuple[str, Any], ...]
-    """What the primitive is bound with."""
+    """The parameters of the primitive."""
     compute: np.dtype
     gradients: tuple[np.dtype, ...]
-    """In which dtype the gradient of each factor is made."""
+    """The dtype of each factor's gradient."""
     moving: tuple[int, ...] = ()
-    """Which of the factors it is linear in."""
+    """The factors that it is linear in."""
 
     def __call__(
         self, primals: Sequence[Any], tangents: Sequence[Any], result: jax.Array, factor: Factor
     ) -> tuple[jax.Array, jax.Array]:
-        """The result and its tangent; what moves not at all is `SymbolicZero`."""
+        """Return the result and its tangent; tangents of constant factors are `SymbolicZero`."""
         moving = tuple(i for i in (0, 1) if not isinstance(tangents[i], SymbolicZero))
         if not moving:
             return result, jnp.zeros_like(result)
-        # What one factor's gradient needs of the other.
+        # Each factor, as the gradient of the other one needs it.
         kept = [
             keep(primals[i].astype(self.compute), factor) if 1 - i in moving else None
             for i in (0, 1)
         ]
-        # XLA would else be free to keep factors as they are, and to round them when they are due.
+        # Without the barrier, XLA could keep factors as they are, and round them when needed.
         result, kept = jax.lax.optimization_barrier((result, kept))
         function = dataclasses.replace(self, moving=moving)
         return result, linear(function, (kept, primals[2:]), [tangents[i] for i in moving])
 
     def push(self, residuals: Residuals, linears: Sequence[jax.Array]) -> jax.Array:
-        """The tangent of the result."""
+        """Return the tangent of the result."""
         kept, rest = residuals
         terms = [
             product_with(
@@ -119,9 +119,10 @@ class Derivative:
     def pull(
         self, residuals: Residuals, cotangent: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]
     ) -> Sequence[jax.Array]:
-        """The gradients of the factors."""
+        """Return the gradients of the factors."""
         kept, rest = residuals
-        # XLA would else restore a factor where it is made, and keep it in 16 bits from there on.
+        # Without the barrier, XLA would restore a factor where it is made, and keep it in 16 bits
+        # from there on.
         kept, cotangent = jax.lax.optimization_barrier((kept, cotangent))
         return [
             gradient_by(

@@ -1,9 +1,9 @@
-"""Saved activations in 4 bits: blocks of a row, each with an offset and a step.
+"""Store saved activations in 4 bits: blocks of a row, each with an offset and a step.
 
 Fifteen levels lie at equal distances between the smallest and the largest finite element of a
-block. Equal distances suit values that are saved: they are shifted and skewed, as what enters a
-GELU, where formats such as e2m1 spend their levels on both sides of zero. The sixteenth code stands
-for minus infinity, which masked scores are.
+block. Equal distances suit saved activations, which are shifted and skewed, such as the inputs of a
+GELU. Formats such as e2m1 would spend their levels on both sides of zero. The sixteenth code stands
+for minus infinity, the value of masked scores.
 """
 
 from typing import NamedTuple
@@ -21,18 +21,18 @@ class Packed(NamedTuple):
     """An array in 4 bits, with an offset and a step for each block."""
 
     codes: jax.Array
-    """Two in a byte: one of the first and one of the second half of the row."""
+    """Two codes in a byte: one of the first and one of the second half of the row."""
     offset: jax.Array
     step: jax.Array
 
 
 def pack(value: jax.Array) -> Packed:
-    """Write an array whose rows are whole blocks in 4 bits."""
+    """Encode an array in 4 bits; its rows must consist of whole blocks."""
     *outer, row = value.shape
     blocks = value.astype(jnp.float32).reshape(*outer, row // BLOCK, BLOCK)
     masked = blocks == -jnp.inf
     low = jnp.min(jnp.where(masked, jnp.inf, blocks), axis=-1, keepdims=True)
-    # A block that is masked as a whole.
+    # A block may be masked as a whole.
     low = jnp.where(low == jnp.inf, jnp.float32(0), low).astype(jnp.bfloat16)
     high = jnp.max(blocks, axis=-1, keepdims=True)
     start = low.astype(jnp.float32)
@@ -48,7 +48,7 @@ def pack(value: jax.Array) -> Packed:
 
 
 def unpack(packed: Packed, dtype: np.dtype) -> jax.Array:
-    """The array that was written."""
+    """Decode an array from 4 bits."""
     codes = jnp.concatenate([packed.codes & 0xF, packed.codes >> 4], axis=-1)
     *outer, row = codes.shape
     blocks = codes.reshape(*outer, row // BLOCK, BLOCK)

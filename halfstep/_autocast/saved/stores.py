@@ -1,8 +1,8 @@
-"""Stores: the form in which one value is kept from the forward to the backward pass.
+"""Define stores: the form in which one value is kept from the forward to the backward pass.
 
-`jax.checkpoint` recomputes a function for its derivative, from its inputs and from those values
-that its policy saves. It saves a value as it is. A store saves it in another form (8 bits with
-scales) or in another place (the host), and leaves the forward pass as it was:
+`jax.checkpoint` recomputes a function for its derivative, from its inputs and from the values that
+its policy saves. It saves a value as it is. A store saves the value in another form (8 bits with
+scales) or in another place (the host), and leaves the forward pass unchanged:
 
     code = encode(value)                 # 8 bits, and a scale for each row
     code = checkpoint_name(code, ...)    # the only values that the policy saves
@@ -10,18 +10,18 @@ scales) or in another place (the host), and leaves the forward pass as it was:
     value = reread(value, back)          # forward: value. In what is recomputed: back.
 
 `reread` is a primitive. `jax.checkpoint` splits the differentiated function into what is computed
-now and what is recomputed later, and asks each primitive how it is split; `reread` hands on its
-first operand now and its second one later. So everything that is recomputed is computed from
-`back`, neither `value` nor what it was made of is needed again, and a contraction is never computed
-twice for a value that is stored.
+now and what is recomputed later, and asks each primitive how it is split. `reread` hands on its
+first operand now and its second one later. So the recomputation starts from `back`: neither `value`
+nor what it was made of is needed again, and a contraction is never computed twice for a value that
+is stored.
 
-This one mechanism serves all decisions about a value. It is kept in 16 bits by its name alone,
-without a code; it is recomputed if it has no name; it is moved to the host if the policy says so of
-its name. The policy reads the decision from the name, so it needs no table of values, and loops,
-`vmap` and `shard_map` inside or outside the function stay JAX's business.
+This one mechanism serves all decisions about a value. A value with a name but without a code is
+kept in 16 bits. A value without a name is recomputed. A value is moved to the host if the policy
+says so for its name. The policy reads the decision from the name, so it needs no table of values,
+and JAX handles loops, `vmap` and `shard_map` inside and outside the function.
 
-The code is made in the derivative rule of a `custom_jvp`: a function that is not differentiated
-computes none, and second derivatives, which would silently lack the part through the code, raise.
+The code is made in the derivative rule of a `custom_jvp`, so a function that is not differentiated
+computes no code. Second derivatives would silently lack the part through the code, so they raise.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _OFFLOADED = f"{_PREFIX}offloaded/"
 _TO_HOST = f"{_OFFLOADED}device/pinned_host"
 _ENCODED = "encoded"
 RematPolicy = Callable[..., Any]
-"""What `jax.checkpoint` takes: of a primitive and its operands, whether results are saved."""
+"""A policy of `jax.checkpoint`: says whether the results of a primitive are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Store:
     """How one value is kept."""
 
     code: str | None = None
-    """`"e4m3"`, `"e5m2"` or `"int4"`; `None` keeps it as it is."""
+    """`"e4m3"`, `"e5m2"` or `"int4"`; `None` keeps the value as it is."""
     name: str = _ON_DEVICE
-    """What the policy of the `jax.checkpoint` around it sees. `explain` reads more, see `named`."""
+    """The name that a `jax.checkpoint` policy sees. `explain` reads more from it: see `named`."""
     barred: bool = False
-    """Whether XLA must be kept from making the code where it is due, and the value until then."""
+    """Whether XLA must be kept from encoding late, and keeping the value itself until then."""
 
     def named(self, operation: str, by: str = "") -> "Store":
-        """The same, with the operation and the rule in its name."""
+        """Return the same store, with the operation and the rule in its name."""
         label = StoreLabel(operation, self.code or "", by)
         return dataclasses.replace(self, name=f"{self.name}#{label}")
 
@@ -77,14 +77,14 @@ class StoreLabel:
     is_encoded: bool = False
     """Whether the value was large enough for its code."""
     is_moved: bool = False
-    """Whether it is in the host's memory."""
+    """Whether the value is in the host's memory."""
 
     def __str__(self) -> str:
         return f"{self.operation}#{self.code}#{self.by}"
 
     @staticmethod
     def read(name: str) -> "StoreLabel | None":
-        """What a name of `jax.checkpoint` says; `None` if it is not one of these."""
+        """Read a label from a name of `jax.checkpoint`; `None` if the name is not a store's."""
         place, *parts = name.split("#")
         if not place.startswith(_PREFIX) or len(parts) < 3:
             return None
@@ -99,18 +99,18 @@ class Saves:
     """What the `jax.checkpoint`s around a function save, and how it is kept."""
 
     policies: tuple[RematPolicy, ...] = ()
-    """The user's, the outermost first; none where autocast puts `jax.checkpoint` itself."""
+    """The user's policies, the outermost first; none where autocast adds the `jax.checkpoint`."""
     code: str | None = None
-    """The code of what these save."""
+    """The code of saved values that no rule matches."""
     rules: tuple[StoreRule, ...] = ()
-    """The user's, which come before the policies."""
+    """The user's rules, which come before the policies."""
     is_own: bool = False
     """Whether autocast puts `jax.checkpoint` around what lies between loops and calls."""
     barred: bool = True
-    """As `Store.barred`. Not in a loop, whose backward pass is another loop."""
+    """As `Store.barred`; false in a loop, whose backward pass is another loop."""
 
     def within(self, policy: RematPolicy | None, *, barred: bool) -> "Saves":
-        """The same for a function that is in another `jax.checkpoint`, one of the user's."""
+        """Return the same for a function that is in another `jax.checkpoint` of the user's."""
         more = () if policy is None else (policy,)
         return dataclasses.replace(
             self, policies=(*self.policies, *more), is_own=False, barred=barred
@@ -129,15 +129,15 @@ class Saves:
         dear: bool,
         numbered: Collection[StoreRule] = (),
     ) -> StoreRule | None:
-        """The first rule of the user's for the results of an operation.
+        """Return the user's first rule that matches the results of an operation.
 
         Args:
-            operation: What makes them.
+            operation: The operation.
             lines: Where it is written, and the calls that led there.
-            dear: Whether they would be stored, or would cost much to recompute. A rule that names
-                no operation is for these only: all that is computed in a scope, stored in 8 bits,
-                would take more memory than its contractions in 16.
-            numbered: The rules with a number that are for this operation.
+            dear: Whether its results would be stored, or are expensive to recompute. A rule that
+                names no operation matches only such results: everything that is computed in a
+                scope, stored in 8 bits, would take more memory than its contractions in 16.
+            numbered: The rules with a number that match this operation.
         """
         concerned = (
             rule
@@ -147,7 +147,7 @@ class Saves:
         return next((rule for rule in concerned if rule.matches(operation, lines)), None)
 
     def by_rule(self, rule: StoreRule) -> Store | None:
-        """How results are kept that a rule is for; `None` if they are recomputed."""
+        """Return how results that a rule matches are kept; `None` if they are recomputed."""
         if rule.outcome == "recompute":
             return None
         if rule.outcome == "offload":
@@ -157,13 +157,13 @@ class Saves:
     def by_policy(
         self, primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any], *, dear: bool
     ) -> Store | None:
-        """How the results of an operation are kept that no rule is for.
+        """Return how the results of an operation that no rule matches are kept.
 
         Args:
             primitive: The operation.
-            avals: Its operands.
-            params: What it is bound with.
-            dear: Whether it costs much to recompute: a contraction, a kernel, a communication.
+            avals: The types of its operands.
+            params: The parameters of the primitive.
+            dear: Whether it is expensive to recompute: a contraction, a kernel, a communication.
         """
         if self.is_own:
             return Store(self.code, barred=self.barred) if dear else None
@@ -171,8 +171,8 @@ class Saves:
         return next((store for store in found if store is not None), None)
 
     def _store(self, verdict: Any) -> Store | None:
-        # JAX's own words for it have no public names: `Saveable`, `Recompute`, and `Offloadable`,
-        # which says from where to where.
+        # JAX's own verdicts have no public names: `Saveable`, `Recompute`, and `Offloadable`, which
+        # says from where to where.
         if verdict is False or type(verdict).__name__ == "RecomputeType":
             return None
         is_moved = hasattr(verdict, "dst")
@@ -181,7 +181,7 @@ class Saves:
 
 
 def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
-    """A policy of `jax.checkpoint` that saves what has been stored, and nothing else."""
+    """Save what has been stored, and nothing else: a policy of `jax.checkpoint`."""
     name = params.get("name", "") if primitive.name == "name" else ""
     if name.startswith(_OFFLOADED):
         source, target = name.partition("#")[0].removeprefix(_OFFLOADED).split("/")
@@ -204,10 +204,10 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
         compute: The dtype to which float32 is rounded before it is encoded.
 
     Returns:
-        The same value; in what is recomputed, what its code stands for.
+        The same value; in the recomputation, the value that its code stands for.
     """
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        # `jax.checkpoint` rounds what it saves by `reduce_precision`, which complex numbers lack.
+        # `jax.checkpoint` rounds saved values by `reduce_precision`, which complex numbers lack.
         parts = [checkpoint_name(part, store.name) for part in (value.real, value.imag)]
         return jax.lax.complex(*parts)
     code = store.code
@@ -231,7 +231,7 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
 
 
 def stored_bytes(aval: ShapedArray, code: str | None, *, compute: np.dtype) -> int:
-    """What a value takes that is kept in a code, with its scales; `None` keeps it as it is."""
+    """Return the bytes of a value in a code, with its scales; `None` keeps it as it is."""
     if code is None or not _is_encoded(aval, code, compute):
         return aval.size * aval.dtype.itemsize
     made = jax.eval_shape(lambda x: _encoded(x, code, compute), aval)
@@ -247,12 +247,12 @@ def _is_encoded(value: Any, code: str, compute: np.dtype) -> bool:
 
 
 def _encoded(value: jax.Array, code: str, compute: np.dtype) -> jax.Array | Kept | Packed:
-    # Settled first: 8 bits of what XLA left unrounded would differ from 8 bits of the value that
-    # every other reader sees.
+    # The value is settled first: 8 bits of a value that XLA left unrounded would differ from 8 bits
+    # of the value that every other reader sees.
     is_wide = value.dtype == np.dtype(np.float32)
     value = cast(value, compute) if is_wide else settled(value)
     made = keep(value, Factor(element="e5m2" if code == "e5m2" else "e4m3", per="row"))
-    # Rows that are no whole blocks are kept in 8 bits.
+    # Rows that do not consist of whole blocks are kept in 8 bits.
     row = value.shape[-1] if value.ndim else 0
     if code == "int4" and isinstance(made, Kept) and row % (2 * BLOCK) == 0:
         return pack(value)
@@ -263,8 +263,8 @@ def _decoded(made: jax.Array | Kept | Packed, dtype: np.dtype) -> jax.Array:
     return unpack(made, dtype) if isinstance(made, Packed) else restore(made, dtype)
 
 
-# A value that is encoded in the derivative, and is not differentiated itself. It is a primitive: up
-# to JAX 0.10 a `custom_jvp` in the body of a loop is forgotten once the loop has been
+# `_once` marks a value that is encoded in the derivative, and is not differentiated itself. It is a
+# primitive: up to JAX 0.10 a `custom_jvp` in the body of a loop is forgotten once the loop has been
 # differentiated, and the second derivative would be silently wrong.
 _once = Primitive("halfstep_once")
 
@@ -285,18 +285,18 @@ ad.primitive_jvps[_once] = _refuse
 batching.defvectorized(_once)
 mlir.register_lowering(_once, lambda context, value: [value])
 
-# A value that is another one in what is recomputed.
+# `_reread` is one value when it is computed, and another one when it is recomputed.
 _reread = Primitive("halfstep_reread")
 
 
 def _split(
     saveable: Any, unknown: Sequence[bool], held: Sequence[bool], equation: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-    """How `jax.checkpoint` splits it: see `jax.interpreters.partial_eval`.
+    """Split `_reread` for `jax.checkpoint`: see `jax.interpreters.partial_eval`.
 
     Returns:
         The equation that runs now and the one that is recomputed; whether the result is unknown now
-        and whether it is recomputed; and the operands that have to be saved for the second.
+        and whether it is recomputed; and the operands that have to be saved for recomputing.
     """
     del saveable
     value, back = equation.invars
@@ -309,8 +309,8 @@ def _split(
 
 
 def _batch(values: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
-    # The second operand is made of the first one, so both are mapped over, perhaps not in the same
-    # dimension.
+    # The second operand is made of the first one, so both are mapped over, perhaps in different
+    # dimensions.
     value, back = (
         batching.bdim_at_front(value, axis, _size(values, axes))
         for value, axis in zip(values, axes, strict=True)

@@ -1,4 +1,4 @@
-"""Ask a real compiler, in a process of its own, and keep its answers."""
+"""Run a real compiler in a process of its own, and keep its answers."""
 
 import contextlib
 import dataclasses
@@ -31,25 +31,25 @@ from halfstep._preflight.preflight_errors import PreflightError, RefusedError
 from halfstep._preflight.target.targets import Target
 
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
-# What the compilers print on every machine without an accelerator.
+# Lines that the compilers print on every machine without an accelerator.
 _NOISE = re.compile(r"cudart_stub|absl::InitializeLog|could not determine TPU|InitGoogle")
-# Autotuning times candidates on the card, and there is none. Without it, Triton finds no tile sizes
-# for some large products ("Couldn't find output tile sizes"), which is why cuBLAS is the
+# Autotuning times candidates on the card, which is not there. Without autotuning, Triton finds no
+# tile sizes for some large products ("Couldn't find output tile sizes"), which is why cuBLAS is the
 # alternative.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 _LIBRARY = "--xla_gpu_enable_triton_gemm=false"
 
 _KEPT = 1024
-"""Answers in the cache; the ones used longest ago go first. One takes about 200 KB."""
+"""The most answers in the cache; the least recently used go first. One takes about 200 KB."""
 
 _ANSWER_VERSION = 2
-"""Raised when an answer holds more, so that those kept by an older halfstep are not taken."""
+"""Increased when an answer holds more, so that answers of an older halfstep are not used."""
 
 _FILES = ("answer.json", "program.hlo.gz", "buffers.pb.gz")
-"""What a worker leaves, and what the cache keeps."""
+"""The files that a worker leaves and the cache keeps."""
 
 _LARGEST = 2**30
-"""Bytes of a file of an answer; a program of 10,000 instructions has some million."""
+"""The most bytes of a file of an answer; a program of 10,000 instructions has some million."""
 
 Answer = tuple[dict[str, Any], str, bytes]
 """A compiler's figures, its program as text, and its buffer assignment."""
@@ -57,7 +57,7 @@ Answer = tuple[dict[str, Any], str, bytes]
 
 @dataclasses.dataclass(frozen=True)
 class CompilerAnswer:
-    """What a compiler said about a program."""
+    """A compiler's answer about a program."""
 
     memory: Mapping[str, int]
     estimates: Mapping[str, float]
@@ -107,14 +107,14 @@ def compile_program(
 
 
 def exceeds_memory(message: str) -> bool:
-    """Return whether a compiler gave up for want of memory on the device."""
-    # Only `hbm`: the same status is given for the memory on the chip (vmem, smem), of which a
-    # larger device has no more.
+    """Return whether a compiler gave up because the device has too little memory."""
+    # Only `hbm` counts: the same status is given for the memory on the chip (vmem, smem), and a
+    # larger device does not have more of that memory.
     return "RESOURCE_EXHAUSTED" in message and re.search(r"\bhbm\b", message, re.I) is not None
 
 
 def required_bytes(message: str) -> int | None:
-    """The memory that a compiler says a program would have needed, where it says so."""
+    """Return the memory that a program would have needed, if the compiler says so."""
     found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
     if found is None:
         return None
@@ -175,8 +175,7 @@ def _ask(
         if not (folder / "answer.json").exists():
             raise PreflightError(_died(code, folder, target))
         answer = json.loads((folder / "answer.json").read_text())
-        # What failed is not kept: the next attempt may be on a machine that has what this one
-        # lacked.
+        # A failure is not kept: the next attempt may be on a machine that has what this one lacked.
         if "error" in answer:
             buffers = folder / "buffers.pb.gz"
             return answer, "", gzip.decompress(buffers.read_bytes()) if buffers.exists() else b""
@@ -186,20 +185,20 @@ def _ask(
 
 
 def _environment(platform: str, flags: tuple[str, ...], folder: pathlib.Path) -> dict[str, str]:
-    """An environment in which the compiler works and no device is looked for."""
+    """Return an environment in which the compiler works and looks for no device."""
     ours = {
         name: value
         for name, value in os.environ.items()
-        # What was set for computing here must not change what is compiled for elsewhere.
+        # Settings for computing here must not change programs that are compiled for elsewhere.
         if not name.startswith(("JAX_", "XLA_", "LIBTPU_", "TPU_"))
     }
     # The plugins must not start: without a device, cuInit fails and libtpu looks for its hosts.
-    # 64-bit types are on because the arguments of a program that has them would be taken for 32-bit
-    # ones otherwise; programs that have none do not change.
+    # 64-bit types are on because otherwise 64-bit arguments of a program would be taken for 32-bit
+    # ones; programs without 64-bit types do not change.
     ours |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
-    # Dumps change nothing of what is compiled, and are the only way to the buffer assignment.
+    # Dumps do not change the compiled program, and are the only way to the buffer assignment.
     dump = (f"--xla_dump_to={folder / 'dump'}", "--xla_dump_hlo_as_proto")
-    # XLA splits its flags at spaces, and knows no way to write one.
+    # XLA splits its flags at spaces, and has no way to escape a space.
     dump = dump if not re.search(r"\s", str(folder)) else ()
     if platform == "cuda":
         return ours | {"XLA_FLAGS": " ".join((*dump, *flags)), "CUDA_VISIBLE_DEVICES": ""}
@@ -210,7 +209,7 @@ def _environment(platform: str, flags: tuple[str, ...], folder: pathlib.Path) ->
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_LOG_DIR": "disabled",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        # Any number of processes may compile at a time, beside one that uses a TPU.
+        # Any number of processes may compile at a time, also while another one uses a TPU.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 
@@ -222,8 +221,8 @@ def _run(
         # `-P` keeps the worker's own folder off the path, where modules of this package could be
         # taken for others of the same name.
         command = [sys.executable, "-P", str(_WORKER), str(folder)]
-        # Standard input stays open and empty: the worker ends when it closes. A session of its own,
-        # so that what the compiler starts (ptxas) is ended with it.
+        # Standard input stays open and empty: the worker ends when it closes. The worker has a
+        # session of its own, so that processes that the compiler starts (ptxas) end with it.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -244,7 +243,7 @@ def _run(
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Generator[None, None, None]:
-    """No way out of the block leaves the process, or one that it started, behind."""
+    """End the process, and all that it started, however the block is left."""
     try:
         yield
     finally:
@@ -278,8 +277,8 @@ def _first_lines(text: str, count: int) -> str:
     return "\n".join(line[:600] for line in lines[:count]) + more
 
 
-# Answers, kept by the content of what was asked. One is a folder of JSON and text. Nothing in it is
-# executed, so a cache that somebody else has written can be wrong and not dangerous.
+# Answers are kept by the content of the question. An answer is a folder of JSON and text. Nothing
+# in it is executed, so a cache that somebody else has written can be wrong but not dangerous.
 
 
 def cache_dir() -> pathlib.Path:
@@ -290,15 +289,16 @@ def cache_dir() -> pathlib.Path:
 
 
 def cache_key(question: Mapping[str, Any]) -> str:
-    """A name for what is asked: the program, the target, flags and versions."""
+    """Return a name for a question: the program, the target, flags and versions."""
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 
 def load_answer(name: str) -> Answer | None:
-    """An answer, or `None`; an entry that cannot be read counts as absent."""
+    """Load an answer, or return `None`; an entry that cannot be read counts as absent."""
     entry = cache_dir() / name
     try:
-        # What was compiled is whole; what is changed afterwards, by whatever, is compiled again.
+        # An entry is complete when it is written. If it was changed afterwards, in any way, the
+        # program is recompiled.
         check_files(entry, sealed_files(entry), most=_LARGEST)
         answer = _read(entry)
         # The time of last use decides which entries are removed.
@@ -321,7 +321,7 @@ def _read(folder: pathlib.Path) -> Answer:
 
 
 def _decompressed(folder: pathlib.Path, name: str) -> bytes:
-    """What a file holds; one that would fill the memory is none."""
+    """Decompress a file; refuse a file that would fill the memory."""
     with gzip.open(regular_file(folder, name, most=_LARGEST)) as file:
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
@@ -330,12 +330,13 @@ def _decompressed(folder: pathlib.Path, name: str) -> bytes:
 
 
 def save_answer(name: str, folder: pathlib.Path) -> None:
-    """Keep the answer that lies in a worker's folder. A cache that cannot be written is none."""
+    """Keep the answer in a worker's folder. A cache that cannot be written is not an error."""
     cache = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        # Written under another name first: other processes see a whole entry or none. If one
-        # of them renames first, this fails with an OSError, and the same answer is there anyway.
+        # The entry is written under another name first, so that other processes see a whole entry
+        # or none. If one of them renames first, the rename here fails with an OSError, and the same
+        # answer is there anyway.
         staging = pathlib.Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
         try:
             for file in _FILES:

@@ -1,7 +1,7 @@
 """Lower a step in the user's process, for hardware that is not there.
 
-Closures, notebooks and modules that exist only in this process are no obstacle: what leaves it is
-StableHLO and the shapes of flat arguments, not Python.
+Closures, notebooks and modules that exist only in this process are not a problem: only StableHLO
+and the shapes of flat arguments leave the process, no Python.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ class ArgumentLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a compiler needs to know about a step."""
+    """A step as a compiler needs it."""
 
     serialized: bytes
     fingerprint: str
-    """What is computed, without where in the source it is written."""
+    """A hash of the computation, without its locations in the source."""
     platform: str
     leaves: tuple[ArgumentLeaf, ...]
     axes: tuple[tuple[str, int], ...]
@@ -81,8 +81,8 @@ def lower(
         platform: `"cuda"` or `"tpu"`.
         donate_argnums: Arguments whose memory it may reuse.
         mesh: The mesh that it runs on, if there is one.
-        shardings: How arguments are divided over it.
-        device_kind: The GPU's own name, for kernels that are lowered by it.
+        shardings: How arguments are divided over the mesh.
+        device_kind: The GPU's own name, for kernels whose lowering depends on it.
     """
     _check_count(step, args)
     names = argument_names(step, len(args))
@@ -103,19 +103,19 @@ def lower(
         for i, sharding in zip(dynamic, given, strict=True)
     ]
 
-    # Exported as a function of flat arrays: JAX would have to serialize the tree, and knows how
-    # only for types that were registered for that.
+    # The step is exported as a function of flat arrays: otherwise JAX would have to serialize the
+    # tree, which it can only do for types that were registered for that.
     def flat(*arrays: Any) -> tuple[Any, ...]:
         leaves = [leaf for _, leaf in pairs]
         for i, array in zip(dynamic, arrays, strict=True):
             leaves[i] = array
         out = step(*jtu.tree_unflatten(treedef, leaves))
-        # A filtered step may return functions and settings beside its arrays.
+        # A filtered step may return functions and settings in addition to its arrays.
         return tuple(leaf for leaf in jax.tree.leaves(out) if eqx.is_array(leaf))
 
     jitted = jax.jit(flat)
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    # Tracing first: a mistake in the step is shown as the user knows it, not as one of ours.
+    # Tracing comes first, so that a mistake in the step raises the user's own error, not ours.
     with _within(abstract):
         traced = jitted.trace(*structs).jaxpr.jaxpr
     refuse_callbacks(traced, platform)
@@ -123,7 +123,7 @@ def lower(
         abstract = _described(traced, platform, device_kind)
     with _within(abstract):
         exported = _export(jitted, structs, platform, step)
-    # `donate_argnums` counts arguments of the step, as for `jax.jit`; the compiler is told leaves.
+    # `donate_argnums` counts arguments of the step, as in `jax.jit`; the compiler counts leaves.
     donated = {*donate_argnums, *_own_donation(step, args)}
     leaves = tuple(
         ArgumentLeaf(
@@ -144,10 +144,10 @@ def lower(
 
 
 def _check_count(step: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise unless a step takes as many arguments as there are."""
+    """Raise unless a step takes as many arguments as are given."""
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # Built-in callables have none.
+    except (TypeError, ValueError):  # Built-in callables have no signature.
         return
     try:
         signature.bind(*args)
@@ -162,13 +162,13 @@ def _within(mesh: AbstractMesh | None) -> contextlib.AbstractContextManager[Any]
 
 
 def _described(jaxpr: core.Jaxpr, platform: str, kind: str) -> AbstractMesh | None:
-    """A mesh of no axes that says which GPU a Pallas kernel of a step is for; else `None`.
+    """Return a mesh without axes that names the GPU of a step's Pallas kernels; else `None`.
 
-    Since JAX 0.11 Pallas-Triton asks for the GPU when it lowers, and looks for it here where the
-    machine has none.
+    Since JAX 0.11, Pallas-Triton asks for the GPU when it lowers, and looks for it in this mesh if
+    the machine has no GPU.
     """
-    # Only for programs with a kernel: a mesh, even one without axes, is part of what is lowered,
-    # and all other programs are the same for all GPUs.
+    # Only programs with a kernel get this mesh: a mesh, even one without axes, is part of the
+    # lowered program, and all other programs are the same for all GPUs.
     is_kernel = (equation.primitive.name == "pallas_call" for equation in equations(jaxpr))
     if platform != "cuda" or jax.__version_info__ < (0, 11) or not any(is_kernel):
         return None
@@ -186,7 +186,7 @@ def _is_dynamic(leaf: object) -> bool:
 
 def _sharding(leaf: object) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
-    # An array that simply lies on a device says nothing about where it is to lie on the target.
+    # An array that simply lies on a device says nothing about where it should lie on the target.
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
@@ -196,8 +196,8 @@ def _struct(
     mesh: AbstractMesh | Mesh | None,
     label: str,
 ) -> jax.ShapeDtypeStruct:
-    # As `jax.jit` would take it: NumPy's float64 is float32 unless 64-bit types are on. Keys have a
-    # dtype of JAX's own, which is canonical.
+    # The dtype is the one that `jax.jit` would use: NumPy's float64 is float32 unless 64-bit types
+    # are on. Keys have a dtype of JAX's own, which is canonical.
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not _is_key(leaf) else leaf.dtype
     if mesh is None:
         if sharding is not None:
@@ -231,7 +231,7 @@ def _bytes(struct: jax.ShapeDtypeStruct) -> int:
     count = 1
     for size in shape:
         count *= size
-    # In bits, and rounded up: two elements of int4 or float4 share a byte.
+    # Count in bits, and round up: two elements of int4 or float4 share a byte.
     bits = jax.dtypes.itemsize_bits(struct.dtype)
     return -(-count * bits // 8)
 
@@ -243,8 +243,8 @@ def _own_donation(step: Callable[..., Any], args: tuple[Any, ...]) -> frozenset[
     donated: set[int] = set()
     infos = list(step.trace(*args).args_info[0])
     for number, arg in enumerate(args):
-        # Static arguments are not among them, and nothing says which those are: the others are
-        # met again in their order by their structure and shapes.
+        # `args_info` leaves out static arguments, and does not say which arguments are static. The
+        # others are matched in order, by their structure and shapes.
         if infos and _looks_like(infos[0], arg):
             leaves = jax.tree.leaves(infos.pop(0), is_leaf=_is_info)
             donated |= {number for info in leaves if info.donated}
@@ -276,7 +276,7 @@ def _export(
             return export.export(jitted, platforms=(platform,), disabled_checks=checks)(*structs)
         except Exception as error:
             # JAX refuses to export custom calls whose meaning may change between versions. It
-            # allows them by name only, and tells the names in the message only.
+            # allows them only by name, and gives the names only in the message.
             unknown = _unguaranteed(str(error)) - allowed
             if unknown:
                 # The compiler is of this very version, so no guarantee across versions is needed.
@@ -292,8 +292,8 @@ def _export(
 
 
 def _fingerprint(exported: export.Exported) -> str:
-    # Locations are not part of what is computed. With them, every edit that moves a line would
-    # compile the same program again.
+    # Locations are not part of the computation. With them, every edit that moves a line would
+    # recompile the same program.
     text = exported.mlir_module()
     text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
     # A block's arguments have locations with a name: loc("scatter-add:"(#loc172)).
@@ -302,19 +302,19 @@ def _fingerprint(exported: export.Exported) -> str:
 
 
 def _unguaranteed(message: str) -> set[str]:
-    """The custom calls that JAX refuses to export because it promises no stable meaning."""
+    """Return the custom calls that JAX refuses to export because it promises no stable meaning."""
     if "custom calls whose targets have no compatibility guarantees" not in message:
         return set()
     return set(re.findall(r"custom_call\W+@?([\w.$]+)", message))
 
 
-# A callback is a pointer into this process. In the compiled program of another one it would point
-# nowhere.
+# A callback is a pointer into this process. In the compiled program of another process it would
+# point nowhere.
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 
 
 def refuse_callbacks(jaxpr: core.Jaxpr, platform: str) -> None:
-    """Raise for the first callback, with the line of the user's that made it."""
+    """Raise for the first callback, with the user's line that made it."""
     for equation in equations(jaxpr):
         if equation.primitive.name in _CALLBACKS:
             raise PreflightError(

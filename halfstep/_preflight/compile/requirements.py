@@ -9,11 +9,11 @@ from halfstep._preflight.preflight_errors import PreflightError
 
 
 def compiler_versions(platform: str) -> Mapping[str, str]:
-    """Versions of all that has a part in a compile for a platform.
+    """Return the versions of all packages that take part in a compile for a platform.
 
     Raises:
-        PreflightError: If something is missing or does not go together, with the command that
-            installs it.
+        PreflightError: If a package is missing, or versions do not go together. The message has the
+            command that installs them.
     """
     extra = "cuda-preflight" if platform == "cuda" else "tpu-preflight"
     command = f'Install it with: pip install "halfstep[{extra}]"'

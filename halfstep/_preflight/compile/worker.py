@@ -1,9 +1,9 @@
 """Compile one program for hardware that is not there, in a process of its own.
 
-Run as a script with a folder as its argument, by `compiler.py`. It imports nothing but JAX: the
-environment in which the compilers work (platforms, flags, libtpu's lock) is not one in which
-anybody wants to compute. It reads `request.json` and `program.bin` and writes `answer.json`,
-`program.hlo.gz` and `buffers.pb.gz`; only numbers, text and the compiler's buffer assignment come
+`compiler.py` runs this file as a script with a folder as its argument. The script imports nothing
+but JAX: the environment in which the compilers work (platforms, flags, libtpu's lock) is not
+suitable for computing. The script reads `request.json` and `program.bin` and writes `answer.json`,
+`program.hlo.gz` and `buffers.pb.gz`. Only numbers, text and the compiler's buffer assignment come
 back, nothing that would be executed.
 """
 
@@ -17,8 +17,8 @@ import threading
 import traceback
 from typing import Any
 
-# The names that `memory_analysis` has. Which of them are there depends on the version of jaxlib and
-# on the compiler, so each one is looked for.
+# The names in `memory_analysis`. The version of jaxlib and the compiler decide which of them are
+# there, so each one is looked up.
 _MEMORY = (
     "argument_size_in_bytes",
     "output_size_in_bytes",
@@ -33,7 +33,7 @@ _MEMORY = (
 
 
 def die_with_parent(folder: pathlib.Path) -> None:
-    """End this process, and its folder, when the one that started it is gone, however it ended."""
+    """End this process and remove its folder when its parent is gone, however the parent ended."""
 
     def watch() -> None:
         # The parent holds the other end of standard input and never writes to it.
@@ -45,15 +45,15 @@ def die_with_parent(folder: pathlib.Path) -> None:
 
 
 def topology(request: dict[str, Any]) -> Any:
-    """The devices to compile for."""
+    """Return the devices to compile for."""
     from jax.experimental import topologies
 
     if request["platform"] == "cuda":
         return topologies.get_topology_desc(
             platform="cuda", target_config=request["target_config"], topology=request["topology"]
         )
-    # libtpu takes a host to have 2x2 chips, and refuses a slice of one chip unless it is told that
-    # its host has one.
+    # libtpu assumes that a host has 2x2 chips, and refuses a slice of one chip unless it is told
+    # that the host has one chip.
     chips = request["chips_per_host"]
     bounds = {} if chips is None else {"chips_per_host_bounds": tuple(chips)}
     return topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **bounds)
@@ -71,7 +71,8 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
     described = topology(request)
     if request["axes"]:
         names, sizes = zip(*request["axes"], strict=True)
-        # As `jax.make_mesh` has it on the hardware: 64x4 over 16x16 chips splits an axis of theirs.
+        # As `jax.make_mesh` does on the hardware: 64x4 over 16x16 chips splits an axis of the
+        # chips.
         devices = mesh_utils.create_device_mesh(
             sizes, list(described.devices), allow_split_physical_axes=True
         )
@@ -88,14 +89,14 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or whole)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    # Donation is said here, by the positions of flat arrays: the program was exported from a
+    # Donation is set here, by the positions of flat arrays: the program was exported from a
     # function that donates nothing.
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
     compiled = jitted.lower(*arguments).compile()
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
-    # XLA:GPU answers `None` without a GPU, and some versions of JAX a list with one dictionary per
-    # program.
+    # XLA:GPU returns `None` without a GPU, and some versions of JAX return a list with one
+    # dictionary per program.
     if isinstance(cost, list | tuple):
         cost = cost[0] if cost else {}
     answer = {
@@ -108,9 +109,9 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
 
 
 def dumped(folder: pathlib.Path) -> bytes:
-    """The program with its buffer assignment, as the compiler has dumped it; empty if it has not.
+    """Return the dumped program with its buffer assignment; empty if the compiler dumped none.
 
-    Executables have a field for it, which neither compiler fills without a device.
+    Executables have a field for the assignment, which neither compiler fills without a device.
     """
     files = folder.glob("dump/*jit_call*after_optimizations.hlo.pb")
     return max((file.read_bytes() for file in files), key=len, default=b"")
@@ -130,14 +131,14 @@ def main(folder: pathlib.Path) -> None:
         }
     with gzip.open(folder / "program.hlo.gz", "wt", compresslevel=1) as file:
         file.write(text)
-    # XLA:TPU dumps it also for a program that is too large for the device's memory.
+    # XLA:TPU dumps the assignment also for a program that is too large for the device's memory.
     with gzip.open(folder / "buffers.pb.gz", "wb", compresslevel=1) as file:
         file.write(dumped(folder))
     partial = folder / "answer.json.partial"
     partial.write_text(json.dumps(answer))
-    # Last, and at once: an answer that is there is complete.
+    # The rename comes last and is atomic: an answer that is there is complete.
     partial.rename(folder / "answer.json")
-    # The answer is on disk; nobody waits for the compilers to put their memory in order.
+    # The answer is on disk, so do not wait for the compilers to clean up their memory.
     os._exit(0)
 
 

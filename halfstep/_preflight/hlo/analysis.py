@@ -1,6 +1,6 @@
 """Count contractions, collectives and memory traffic of a compiled step, from its optimized HLO."""
 
-# The errors here are about text that XLA's compilers write: no user can cause or cure them.
+# The errors here are about text that XLA's compilers write: no user can cause or fix them.
 
 from collections import Counter
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Collective:
     Attributes:
         kind: The operation, such as `all-gather` or `reduce-scatter`.
         dtype: The dtype that is sent. One operation over several dtypes counts for each of them.
-        bytes: Payload per device and step: of each the larger of what goes in and what comes out.
+        bytes: Payload per device and step: the larger of the input and the output of each.
         count: How many of them a device takes part in per step.
     """
 
@@ -54,19 +54,19 @@ class Collective:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What one device does in a step, read from the program that the compiler made.
+    """The work of one device in a step, read from the program that the compiler made.
 
-    Everything inside a loop counts once per iteration, and its condition once more than that; a
-    conditional counts its most expensive branch, by FLOPs and then by traffic; what runs on the
-    host counts nothing.
+    Everything inside a loop counts once per iteration, and its condition once more than that. A
+    conditional counts its most expensive branch, by FLOPs and then by traffic. Operations on the
+    host do not count.
 
     Attributes:
-        contractions: FLOPs by dtype, the most first. A dot that the compiler has turned into a
-            multiplication and a sum (one with a dimension of size 1, often) is not among them.
+        contractions: FLOPs by dtype, the most first. A dot that the compiler rewrote as a
+            multiplication and a sum (often one with a dimension of size 1) is not among them.
         uncounted: Custom calls that may compute and whose FLOPs are not known, such as Pallas
             kernels: their target and how often each runs.
         collectives: Communication by kind and dtype, the most first.
-        kernels: The kernels by what they read and write, the most traffic first.
+        kernels: The kernels by the bytes that they read and write, the most traffic first.
         unknown_trip_counts: Loops whose number of iterations is not known; they count once.
         products: The contractions one by one, the most FLOPs first.
         written: Bytes that the kernels write, by dtype, the most first.
@@ -87,10 +87,10 @@ class Analysis:
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes that all kernels read and write, caches left out of account.
+        """Bytes that all kernels read and write, without regard to caches.
 
-        A kernel reads each operand once and writes each result once; of an array that it slices or
-        updates in place only the slice counts, and arrays on chip or on the host do not count.
+        A kernel reads each operand once and writes each result once. If it slices an array or
+        updates it in place, only the slice counts. Arrays on chip or on the host do not count.
         """
         return sum((kernel.read + kernel.written) * kernel.count for kernel in self.kernels)
 
@@ -227,15 +227,15 @@ class _Walk:
 
     def __init__(self, module: Module, origins: Origins):
         self.module, self.origins = module, origins
-        # A set, because a loop inside another one, or in a function that is called twice, is met
-        # again.
+        # A set, because the walk meets a loop more than once if it is inside another loop, or in a
+        # function that is called twice.
         self.unknown: set[Instruction] = set()
-        # A fusion computes the same wherever it is called, while the trip counts of loops in other
-        # computations depend on their arguments: only fusions are remembered.
+        # Only fusions are remembered. A fusion computes the same wherever it is called, while the
+        # trip counts of loops in other computations depend on their arguments.
         self.fusions: dict[str, _Tally] = {}
 
     def computation(self, frame: ValueFrame) -> _Tally:
-        """Count what a computation does that runs instruction by instruction."""
+        """Count the work of a computation that runs instruction by instruction."""
         tally = _Tally()
         for instruction in frame.computation:
             inner = self.control(frame, instruction)
@@ -245,8 +245,8 @@ class _Walk:
             try:
                 self.instruction(frame.computation, instruction, tally, fused=False)
                 bytes_moved = moved(self.module, frame.computation, instruction)
-            # A type that is not known matters only where its bytes are counted; programs with one
-            # elsewhere are read.
+            # An unknown type matters only where its bytes are counted; programs that have one
+            # elsewhere can be read.
             except UnknownTypeError as error:
                 raise instruction.error(f"{error}") from None
             if bytes_moved is not None:
@@ -256,7 +256,7 @@ class _Walk:
         return tally
 
     def control(self, frame: ValueFrame, instruction: Instruction) -> _Tally | None:
-        """Count what the computations do that an instruction runs; `None` if it runs none."""
+        """Count the work of the computations that an instruction runs; `None` if it runs none."""
         match instruction.base:
             case "while":
                 iterations = trip_count(frame, instruction)
@@ -266,19 +266,18 @@ class _Walk:
                 tally = _Tally()
                 tally.add(self.computation(body_frame(frame, instruction, "body")), iterations)
                 condition = self.computation(body_frame(frame, instruction, "condition"))
-                # The condition is also evaluated the last time, when it is false.
+                # The condition is evaluated one last time, when it is false.
                 tally.add(condition, iterations + 1)
                 return tally
             case "conditional":
                 keys = ("branch_computations", "true_computation", "false_computation")
                 branches = self.module.called(instruction, *keys)
                 tallies = [
-                    # Operand 0 is the index, and each branch has one operand of its own behind it.
+                    # Operand 0 is the index, followed by one operand for each branch.
                     self.computation(frame.call(instruction, branch, first=number))
                     for number, branch in enumerate(branches, start=1)
                 ]
-                # Which branch runs is decided by values; an upper bound is the branch that costs
-                # most.
+                # Values decide which branch runs; the branch that costs the most is an upper bound.
                 return max(tallies, key=lambda tally: tally.cost)
             # The `-done` and `-update` of an asynchronous call name the computation as well, and
             # run nothing.
@@ -293,12 +292,11 @@ class _Walk:
     def instruction(
         self, computation: Computation, instruction: Instruction, tally: _Tally, *, fused: bool
     ) -> None:
-        """Add the contractions and collectives of one instruction, or of the fusion it is."""
+        """Add the contractions and collectives of one instruction, which may be a fusion."""
         if instruction.base == "fusion":
             (called,) = self.module.called(instruction, "calls")
-            # Contractions and collectives inside a fusion count, its traffic does not: what it
-            # reads and writes is that of the one kernel that it becomes, which `moved` looks at
-            # from outside.
+            # Contractions and collectives inside a fusion count, but traffic inside it does not:
+            # the fusion becomes one kernel, whose reads and writes `moved` counts from outside.
             tally.add(self.fused(called))
             return
         found = contraction(computation, instruction)
@@ -312,7 +310,7 @@ class _Walk:
             tally.collectives[key] += 1
 
     def fused(self, computation: Computation) -> _Tally:
-        """Count what a fused computation does."""
+        """Count the work of a fused computation."""
         if computation.name not in self.fusions:
             tally = _Tally()
             for instruction in computation:

@@ -1,9 +1,9 @@
 """Decode XLA's buffer assignment: which value of a program lies where in memory, and until when.
 
-The compilers for GPUs and TPUs write it, with the program that it is for, when they are asked to
-dump what they do (`--xla_dump_to`, `--xla_dump_hlo_as_proto`): one message `xla.HloProto`. The
-numbers of fields below are those of XLA's `hlo.proto` and `xla_data.proto`, which are never given
-to another field.
+The compilers for GPUs and TPUs write the assignment, together with its program, as one message
+`xla.HloProto` when they are asked for a dump (`--xla_dump_to`, `--xla_dump_hlo_as_proto`). The
+field numbers below are those of XLA's `hlo.proto` and `xla_data.proto`. A number is never given to
+another field.
 """
 
 import types
@@ -15,7 +15,7 @@ from halfstep._preflight.hlo.metadata import StackTables
 from halfstep._preflight.hlo.wire import Message
 
 ShapeIndex = tuple[int, ...]
-"""Where in a tuple a value is; empty for a value that is in none."""
+"""The position of a value in a tuple; empty for a value that is not in a tuple."""
 
 Kind = Literal["argument", "output", "constant", "thread-local", "temporary"]
 
@@ -45,8 +45,8 @@ class HloNode:
         computation: The number of the computation that it is in.
         operands: The numbers of the instructions that it reads.
         called: The numbers of the computations that it calls.
-        parameter: Of a `parameter`, which one.
-        element: Of a `get-tuple-element`, which one.
+        parameter: For a `parameter`, which one it is.
+        element: For a `get-tuple-element`, which element it takes.
         op_name: JAX's name of the operation, with its scopes.
         source: The user's line, `train.py:12`; empty if the program does not say.
     """
@@ -64,7 +64,7 @@ class HloNode:
     _shape: bytes = field(repr=False)
 
     def array(self, index: ShapeIndex) -> str:
-        """The dtype and shape of its value at an index: `bfloat16[8,1024]`."""
+        """Return the dtype and shape of its value at an index: `bfloat16[8,1024]`."""
         shape = Message(self._shape)
         for position in index:
             elements = list(shape.messages(4))
@@ -77,7 +77,7 @@ class HloNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HloGraph:
-    """The program: instructions by number, and of each computation its root and its parameters."""
+    """The program: instructions by number, and the root and the parameters of each computation."""
 
     nodes: Mapping[int, HloNode]
     members: Mapping[int, tuple[HloNode, ...]]
@@ -110,8 +110,8 @@ class Allocation:
         number: Its number.
         bytes: Its size.
         color: The memory space.
-        kind: What it is for.
-        parameter: Of an argument, which parameter of the program.
+        kind: Its purpose.
+        parameter: For an argument, which parameter of the program it is.
         values: The numbers of the values that lie in it, at one time or another.
         is_tuple: Whether it holds the table of a tuple's addresses and no data.
     """
@@ -132,8 +132,8 @@ class Event:
     Attributes:
         kind: `begin`, `end`, or `share`: begin in the place of `other`.
         value: The number of the value.
-        other: The value in whose place it is, if it shares one.
-        instruction: The name of the instruction at which it happens.
+        other: The value whose place it shares, if any.
+        instruction: The name of the instruction at which the event happens.
     """
 
     kind: Literal["begin", "end", "share"]
@@ -150,14 +150,14 @@ class BufferAssignment:
     values: Mapping[int, Value]
     allocations: Mapping[int, Allocation]
     traces: Mapping[int, tuple[Event, ...]]
-    """What happens in an allocation in the order of the schedule, by its number."""
+    """The events in each allocation, by its number, in the order of the schedule."""
 
 
 def decode(data: bytes) -> BufferAssignment:
-    """Decode a file that XLA has dumped.
+    """Decode a file that XLA dumped.
 
     Raises:
-        ValueError: If it is not such a file, or has no buffer assignment.
+        ValueError: If `data` is not such a file, or has no buffer assignment.
     """
     whole = Message(data)
     if not whole.has(1) or not whole.has(3):
@@ -165,8 +165,8 @@ def decode(data: bytes) -> BufferAssignment:
     assignment = whole.message(3)
     values = {message.integer(1): _value(message) for message in assignment.messages(1)}
     allocations = [_allocation(message) for message in assignment.messages(3)]
-    # XLA:TPU numbers its allocations anew after it has written which one a trace is of: a trace is
-    # of the allocation that its values lie in.
+    # XLA:TPU renumbers its allocations after it has written their numbers into the traces. So a
+    # trace is assigned to the allocation that its values lie in.
     places = {value: one.number for one in allocations for value in one.values}
     traces: dict[int, tuple[Event, ...]] = {}
     for message in assignment.messages(4):

@@ -1,4 +1,4 @@
-"""Decide what a temporary buffer is for, and which operation of the user's it comes from."""
+"""Decide what a temporary buffer is for, and which of the user's operations it comes from."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ TEMPORARIES = "temporaries"
 
 @dataclass(frozen=True, slots=True)
 class BufferUse:
-    """What a buffer is for.
+    """The purpose of a buffer.
 
     Attributes:
         role: `residuals`, `gradients`, `collective buffers` or `temporaries`.
-        origin: The operation that computes what lies in it.
+        origin: The operation that computes its contents.
         array: Its dtype and shape.
         instruction: The name of the instruction that writes it.
     """
@@ -32,18 +32,20 @@ class BufferUse:
 
 
 class BufferRoles:
-    """Decides by the names that JAX gives to operations, and by who reads what.
+    """Decides by the names that JAX gives to operations, and by who reads a buffer.
 
     - A *collective buffer* is written by a collective: an all-gather, a reduce-scatter ...
-    - A *gradient* is written in the backward pass and read outside of it, or returned.
-    - A *residual* is written before the backward pass and read by it. That is what
-      `jax.checkpoint` decides about, and also a mask or a copy of a weight in 16 bits.
-    - All else is a *temporary*: what one pass computes and reads itself, and workspaces.
+    - A *gradient* is written in the backward pass and read outside it, or returned.
+    - A *residual* is written before the backward pass and read by it. Residuals are the values that
+      `jax.checkpoint` decides about, and also masks and 16-bit copies of weights.
+    - Everything else is a *temporary*: values that one pass both computes and reads, and
+      workspaces.
 
-    The backward pass is what `jax.grad` has transposed, with what `jax.checkpoint` recomputes in
-    it. Names are all that there is: a backward pass that was written by hand outside of JAX's
-    transformations is not recognized, a fusion of several operations counts by its result, and
-    where the compiler merges equal operations, the name of one of them is left.
+    The backward pass is the part that `jax.grad` transposed, with the operations that
+    `jax.checkpoint` recomputes in it. Only names tell the passes apart, which has limits. A
+    backward pass that was written by hand, outside JAX's transformations, is not recognized. A
+    fusion of several operations counts by its result. Where the compiler merges equal operations,
+    only one of their names is left.
     """
 
     def __init__(self, assignment: BufferAssignment):
@@ -56,7 +58,7 @@ class BufferRoles:
         node = self._graph.nodes[last.node]
         writers = self._uses.writers(node, last.index)
         chosen = writers[0] if writers else Writer(node, last.index, node, False)
-        # A loop's buffer is first filled with zeros, which says nothing about what is put in.
+        # A loop's buffer is first filled with zeros, which says nothing about its later contents.
         telling = [one for one in writers if one.in_loop == chosen.in_loop]
         return BufferUse(
             role=self._role(node, last, telling, writers, returned=returned),
@@ -78,7 +80,7 @@ class BufferRoles:
             return COLLECTIVES
         written = {self._written_in(one) for one in telling}
         own = {one.node.id for one in writers}
-        # What is written in place is read where the writer's result goes, too.
+        # A value that is written in place is also read where the writer's result goes.
         places = [(node, value.index), *((one.node, one.index) for one in writers)]
         readers = [r for r in self._uses.readers(*places) if r.id not in own]
         backward = any(self._reads_in_backward(reader) for reader in readers)
@@ -94,7 +96,7 @@ class BufferRoles:
         of = self._of(writer.origin)
         if of in ("forward", "backward"):
             return of
-        # Where the operation has no name, that of the kernel is of the same pass.
+        # If the operation has no name, the kernel's name is of the same pass.
         return self._of(writer.node) if of == "unknown" else of
 
     def _reads_in_backward(self, node: HloNode) -> bool:

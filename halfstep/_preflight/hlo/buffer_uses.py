@@ -1,8 +1,8 @@
 """Find which instructions write and read the memory that a value of a program lies in.
 
-A value passes through tuples, loops, branches and calls without being moved, and the instruction
-that XLA names as its definition is often only such a passage: what a scan stacks up for the
-backward pass is "defined" by the loop. The walk here goes on to the instructions that compute.
+A value passes through tuples, loops, branches and calls without being moved. The instruction that
+XLA names as its definition often only passes it on: the residuals that a scan stacks up for the
+backward pass are "defined" by the loop. The walk here goes on to the instructions that compute.
 """
 
 from collections import defaultdict
@@ -15,14 +15,14 @@ from halfstep._preflight.hlo.op_names import read
 Position = tuple[HloNode, ShapeIndex]
 """A place where a value is seen: an instruction, and where in its result."""
 
-# Their result is their operand, in the same memory.
+# Instructions whose result is their operand, in the same memory.
 _SAME = frozenset({"bitcast", "opt-barrier", "domain", "add-dependency"})
-# Inside a kernel, or in a copy, these say nothing about where a value comes from.
+# Instructions that, inside a kernel or in a copy, do not tell where a value comes from.
 _TRIVIAL = _SAME | {"copy", "copy-start", "copy-done", "reshape", "transpose", "slice", "pad"}
-# What a scan writes around each slice that it stacks up.
+# The scope that a scan writes around each slice that it stacks up.
 _STACKING = "jit(dynamic_update_index_in_dim)"
 _FAR = 256
-"""Steps of a walk to an instruction that says something; none in a real program is as long."""
+"""The most steps of a walk to a named instruction; no walk in a real program is as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Writer:
     Attributes:
         node: The instruction, as it is scheduled: often a fusion.
         index: Where in its result the value is.
-        origin: The operation that computes what is written; inside a fusion, or before it.
+        origin: The operation that computes the written value, inside a fusion or before it.
         in_loop: Whether it updates a part of the buffer in each iteration of a loop.
     """
 
@@ -43,7 +43,7 @@ class Writer:
 
 
 def _is_known(node: HloNode) -> bool:
-    """Whether an instruction says which operation of the step it comes from."""
+    """Return whether an instruction names the operation of the step that it comes from."""
     return node.opcode != "parameter" and read(node.op_name).of != "unknown"
 
 
@@ -61,13 +61,13 @@ class BufferUses:
                 self._callers[computation].append(node)
 
     def inside(self, node: HloNode) -> tuple[HloNode, ...]:
-        """The instructions of a fusion, or the instruction itself."""
+        """Return the instructions of a fusion, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
         return self._graph.members[node.called[0]]
 
     def results(self, node: HloNode) -> tuple[HloNode, ...]:
-        """The instructions inside a fusion that make its results, or the instruction itself."""
+        """Return the instructions that make a fusion's results, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
         root = self._root(node.called[0])
@@ -76,7 +76,7 @@ class BufferUses:
         return tuple(self._graph.nodes[operand] for operand in root.operands)
 
     def writers(self, node: HloNode, index: ShapeIndex) -> tuple[Writer, ...]:
-        """Find what computes a value, those in loops first."""
+        """Find the instructions that compute a value, those in loops first."""
         found: dict[tuple[int, ShapeIndex], Writer] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
         waiting = [(node, index)]
@@ -92,7 +92,7 @@ class BufferUses:
         return tuple(sorted(found.values(), key=lambda one: not one.in_loop))
 
     def readers(self, *positions: Position) -> tuple[HloNode, ...]:
-        """Find what reads the values at some positions, wherever they are passed on to."""
+        """Find the readers of the values at some positions, wherever they are passed on to."""
         found: dict[int, HloNode] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
         waiting = list(positions)
@@ -115,7 +115,7 @@ class BufferUses:
         return tuple(found.values())
 
     def _behind(self, user: HloNode, operand: int, index: ShapeIndex) -> list[Position] | None:
-        """Where an instruction passes an operand on to; `None` if it reads it."""
+        """Find where an instruction passes an operand on to; `None` if it reads the operand."""
         match user.opcode:
             case "get-tuple-element":
                 return [(user, index[1:])] if index[:1] == (user.element,) else []
@@ -138,7 +138,7 @@ class BufferUses:
                 return None
 
     def _returned(self, computation: int, index: ShapeIndex) -> Iterator[Position]:
-        """Where the result of a computation is seen by those who call it."""
+        """Find where the callers of a computation see its result."""
         for caller in self._callers[computation]:
             if caller.opcode == "while":
                 yield caller, index
@@ -149,7 +149,7 @@ class BufferUses:
                 yield caller, (1, *index)
 
     def _before(self, node: HloNode, index: ShapeIndex) -> Iterator[Position]:
-        """Where a value is that an instruction only passes on; nothing if it computes it."""
+        """Find where an instruction gets a value that it passes on; nothing if it computes it."""
         nodes = self._graph.nodes
         match node.opcode:
             case "get-tuple-element":
@@ -158,7 +158,7 @@ class BufferUses:
                 yield nodes[node.operands[index[0]]], index[1:]
             case "while":
                 yield nodes[node.operands[0]], index
-                # Of a loop's two computations one returns its carry; the condition has no tuple.
+                # The body returns the carry as a tuple; the condition does not return a tuple.
                 yield from ((root, index) for root in self._roots(node) if root.opcode == "tuple")
             case "call" | "conditional":
                 yield from ((root, index) for root in self._roots(node))
@@ -187,7 +187,7 @@ class BufferUses:
         return Writer(node, index, origin, updates and node.computation != self._graph.entry)
 
     def _origin(self, node: HloNode, index: ShapeIndex) -> tuple[HloNode, bool]:
-        """The operation that computes what an instruction writes, and if it only updates a part."""
+        """Find the operation that computes what is written, and whether it only updates a part."""
         nodes, outer = self._graph.nodes, list[HloNode]()
         first, updates = node, False
         for _ in range(_FAR):
@@ -197,20 +197,20 @@ class BufferUses:
                 if node.opcode == "tuple" and index:
                     node, index = nodes[node.operands[index[0]]], index[1:]
             elif node.opcode == "dynamic-update-slice":
-                # What is stacked is the update, not the stack.
+                # Follow the update, not the stack that it is written into.
                 updates, node = True, nodes[node.operands[1]]
             elif node.opcode == "parameter":
                 if outer and outer[-1].called[0] == node.computation:
                     node = nodes[outer.pop().operands[node.parameter]]
                     continue
-                # A kernel that runs beside others is in a computation of its own.
+                # A kernel that runs at the same time as others is in a computation of its own.
                 callers = self._callers[node.computation]
                 if len(callers) != 1:
                     break
                 if callers[0].opcode in ("call", "async-start"):
                     node = nodes[callers[0].operands[node.parameter]]
                 elif callers[0].opcode == "while" and index:
-                    # What an iteration is given is what the one before it has returned.
+                    # An iteration gets the values that the previous iteration returned.
                     node = self._root(node.computation)
                     if node.opcode != "tuple":
                         break
@@ -224,13 +224,13 @@ class BufferUses:
                 node = nodes[node.operands[0]]
             else:
                 break
-        # The walk can end where nothing is said, such as at a loop's own parameter.
+        # The walk can end at an instruction without a name, such as a loop's own parameter.
         return next((n for n in (node, first) if _is_known(n)), self._known(first)), updates
 
     def _known(self, node: HloNode) -> HloNode:
-        """The nearest instruction before one that has a name, or an argument of the program's.
+        """Find the nearest earlier instruction that has a name, or an argument of the program.
 
-        A copy of a parameter in another dtype, which the compiler makes before a loop, has none.
+        A copy of a parameter in another dtype, which the compiler makes before a loop, has no name.
         """
         seen, waiting = {node.id}, [node]
         for at in waiting:
@@ -247,12 +247,12 @@ class BufferUses:
         return node
 
     def _done(self, done: HloNode, index: ShapeIndex) -> ShapeIndex:
-        """Where in the result of a `-done` a value of its `-start` is."""
+        """Find where a value of a `-start` is in the result of its `-done`."""
         start = self._graph.nodes[done.operands[0]]
         return index if start.opcode == "all-reduce-start" else index[1:]
 
     def _started(self, start: HloNode, index: ShapeIndex) -> ShapeIndex:
-        """Where in the result of a `-start` a value of its `-done` is."""
+        """Find where a value of a `-done` is in the result of its `-start`."""
         if start.opcode == "all-reduce-start" or start.opcode.endswith("-update"):
             return index
         return (0 if start.opcode == "copy-start" else 1, *index)

@@ -29,19 +29,19 @@ _BRACES = re.compile(r"\{([\d,]+)\}")
 def payload(
     computation: Computation, instruction: Instruction, *, fused: bool
 ) -> dict[tuple[str, str], int]:
-    """The bytes a collective moves per device, by kind and dtype.
+    """Count the bytes that a collective moves per device, by kind and dtype.
 
-    The payload is the larger of what goes in and what comes out: the gathered array of an
-    all-gather, the array before it is scattered of a reduce-scatter. A send to the host or a recv
-    from it has none.
+    The payload is the larger of input and output: for an all-gather the gathered array, for a
+    reduce-scatter the array before it is scattered. A send to the host or a recv from it has no
+    payload.
 
     Args:
-        computation: The computation it is in.
+        computation: The computation that the instruction is in.
         instruction: Any instruction; only collectives have a payload.
-        fused: Whether the computation is the inside of a fusion.
+        fused: Whether the computation belongs to a fusion.
     """
     kind = instruction.base
-    # XLA:TPU repeats a collective in every fusion that computes beside it; it is sent once.
+    # XLA:TPU repeats a collective in every fusion that overlaps with it; it is sent once.
     if kind not in KINDS or (fused and _on_the_way(computation, instruction)):
         return {}
     operands = [tuple(leaves(shape)) for shape in computation.shapes(instruction)]
@@ -53,7 +53,7 @@ def payload(
         moved = operands[0] if kind == "send" else results[:1]
         return _by_dtype(kind, moved, ())
     if kind == "ragged-all-to-all":
-        # Its other operands are offsets and sizes.
+        # The other operands are offsets and sizes.
         return _by_dtype(kind, operands[0], results)
     if kind == "collective-permute" and "slice_sizes" in instruction.attributes:
         # In place: (from, to, where from, where to), and only slices move.
@@ -78,10 +78,10 @@ def _by_dtype(
 
 
 def is_continuation(computation: Computation) -> bool:
-    """Return whether a fused computation carries on a collective that another one started.
+    """Return whether a fused computation continues a collective that another one started.
 
-    XLA:TPU spreads a collective over several fusions: one starts it, some compute beside it, one
-    ends it. Each contains the same collective; those after the first receive its flags.
+    XLA:TPU spreads a collective over several fusions: one starts it, some compute during it, one
+    ends it. Each fusion contains the same collective; those after the first receive its flags.
     """
     return any(
         isinstance(parameter.shape, Array) and parameter.shape.space == _FLAGS

@@ -1,13 +1,13 @@
 """Count the FLOPs of dots, convolutions and the library calls that stand for them.
 
-A multiply-add counts two FLOPs, also of complex numbers, and once whatever the precision that is
-asked for (a TPU may need several passes). A convolution counts only window positions that fall on
+A multiply-add counts as two FLOPs, also for complex numbers, and once whatever precision is
+requested (a TPU may need several passes). A convolution counts only window positions that fall on
 elements of its input, not on padding or on the holes of a dilation: XLA:TPU writes every dot as a
-convolution, and a batched one as a convolution dilated so far that a window of any size holds a
+convolution, and a batched dot as a convolution dilated so far that a window of any size holds a
 single element.
 """
 
-# The errors here are about text that XLA's compilers write: no user can cause or cure them.
+# The errors here are about text that XLA's compilers write: no user can cause or fix them.
 
 import json
 import math
@@ -24,14 +24,14 @@ _LABELS = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)")
 # Instructions that compute and whose FLOPs are not known here.
 _OPAQUE = re.compile(r"cholesky|fft|triangular-solve|.*(dot|convolution|matmul)")
 
-# Custom calls that only say something to the compiler or name a buffer.
+# Custom calls that only inform the compiler or name a buffer.
 ANNOTATIONS = re.compile(
     r"Sharding|SPMD\w+|xla\.sdy\..*|annotate_device_placement|LayoutConstraint|InspectSharding"
     r"|AllocateBuffer|ConcatBitcast|CreateBuffer|Pin|Unpin|AssumeGatherIndicesInBound"
     r"|GatherScatterIndicesBitpacked|AsyncCollective(Start|Done)"
 )
-# Custom calls that move, sort or draw bits, or compute on the host. What is in neither list and is
-# no contraction is reported as not counted.
+# Custom calls that move, sort or draw bits, or compute on the host. A call that is in neither list
+# and is not a contraction is reported as not counted.
 _HARMLESS = re.compile(
     r"MoveTo(Host|Device)|X64(Combine|SplitLow|SplitHigh)|PadToStatic|SliceToDynamic|HostExecute"
     r"|(__gpu\$)?TopK|PartialReduce|ApproxTopK|__cub\$\w+|cu_threefry2x32(_ffi)?|RngBitGenerator\w*"
@@ -50,14 +50,14 @@ class Contracted:
 
 
 def contraction(computation: Computation, instruction: Instruction) -> Contracted | None:
-    """The contraction an instruction is, if it is one.
+    """Return the contraction that an instruction computes, if any.
 
     Args:
-        computation: The computation it is in.
+        computation: The computation that the instruction is in.
         instruction: Any instruction.
 
     Raises:
-        ValueError: If it is a contraction whose dimensions cannot be read.
+        ValueError: If the instruction is a contraction whose dimensions cannot be read.
     """
     match instruction.base:
         case "dot" | "scaled-dot":
@@ -76,7 +76,7 @@ def contraction(computation: Computation, instruction: Instruction) -> Contracte
 
 
 def uncounted(instruction: Instruction) -> str | None:
-    """The name of an instruction that may compute, if it is no contraction that is known."""
+    """Return the name of an instruction that may compute but is not a known contraction."""
     if instruction.base != "custom-call":
         return instruction.base if _OPAQUE.fullmatch(instruction.base) else None
     target = custom_call_target(instruction)
@@ -89,7 +89,7 @@ def custom_call_target(instruction: Instruction) -> str:
 
 
 def _arrays(computation: Computation, instruction: Instruction) -> tuple[Array, ...]:
-    """The operands' shapes; the first two are the factors."""
+    """Return the operands' shapes; the first two are the factors."""
     shapes = computation.shapes(instruction)
     arrays = tuple(shape for shape in shapes if isinstance(shape, Array))
     if len(arrays) != len(shapes) or len(shapes) < 2 or not instruction.results:
@@ -107,24 +107,24 @@ def _sizes(instruction: Instruction, array: Array, dims: Sequence[int]) -> int:
 def _dot(computation: Computation, instruction: Instruction) -> Contracted:
     arrays = _arrays(computation, instruction)
     (lhs, rhs), out = arrays[:2], instruction.results[0]
-    # scaled-dot has the scales behind the factors, or each behind its own.
+    # scaled-dot has the scales after both factors, or each scale after its own factor.
     if len(arrays) >= 4 and arrays[2].size > rhs.size:
         rhs = arrays[2]
-    # Every element of the result is a sum over the contracted dimensions; batch dimensions are in
-    # it already.
+    # Every element of the result is a sum over the contracted dimensions. The size of the result
+    # already includes the batch dimensions.
     contracted = _sizes(instruction, lhs, instruction.integers("lhs_contracting_dims", ""))
     return Contracted(lhs, rhs, out, 2 * out.size * contracted)
 
 
 def _ragged_dot(computation: Computation, instruction: Instruction) -> Contracted:
-    """With full groups, which is the most it can be: each row meets one group's matrix."""
+    """Count a ragged dot with full groups, which is the most: each row meets one group's matrix."""
     lhs, rhs = _arrays(computation, instruction)[:2]
     out = instruction.results[0]
     contracting = instruction.integers("lhs_contracting_dims", "")
     flops = 2 * out.size * _sizes(instruction, lhs, contracting)
     ragged = instruction.integers("lhs_ragged_dims")
     if set(ragged) <= set(contracting):
-        # The groups split the contracted dimension, and the result has one slice for each.
+        # The groups split the contracted dimension, and the result has one slice per group.
         flops //= out.dims[0]
     return Contracted(lhs, rhs, out, flops)
 
@@ -143,14 +143,14 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
         free = rhs.size // max(1, _sizes(instruction, rhs, shared))
         return Contracted(lhs, rhs, instruction.results[0], 2 * lhs.size * free)
     if target == "__cudnn$blockScaledDot":
-        # Always (batch, m, k) by (batch, n, k), with the scales behind them.
+        # The operands are always (batch, m, k) and (batch, n, k), followed by the scales.
         lhs, rhs = _arrays(computation, instruction)[:2]
         out = instruction.results[0]
         return Contracted(lhs, rhs, out, 2 * out.size * lhs.dims[-1])
     if target.startswith("__cudnn$conv"):
         lhs, rhs = _arrays(computation, instruction)[:2]
         out = instruction.results[0]
-        # All have the dimension numbers of the forward convolution.
+        # All of these calls have the dimension numbers of the forward convolution.
         roles = (lhs, rhs, out)
         if target.endswith("BackwardInput"):
             roles = (out, rhs, lhs)
@@ -198,14 +198,17 @@ def _convolution(
 
 
 def _window(instruction: Instruction, rank: int) -> list[tuple[int, int, int, int, int]]:
-    """Size, stride, padding before, window dilation and base dilation of each spatial dimension."""
+    """Read the window of each spatial dimension.
+
+    A dimension has a size, a stride, a padding before, a window dilation and a base dilation.
+    """
     text = instruction.text("window", "{}").strip("{}")
     fields = dict(part.split("=", 1) for part in text.split())
 
     def numbers(key: str, default: int) -> list[int]:
         if key not in fields:
             return [default] * rank
-        # Padding is written as `before_after`; what is behind the last element follows from the
+        # Padding is written as `before_after`; the padding after the last element follows from the
         # output.
         return [int(number.split("_")[0]) for number in fields[key].split("x")]
 
@@ -224,10 +227,10 @@ def _window(instruction: Instruction, rank: int) -> list[tuple[int, int, int, in
 def _valid_positions(
     inputs: int, outputs: int, size: int, stride: int, pad: int, dilation: int, base: int
 ) -> int:
-    """Pairs of an output and a window element that meet on an element of the input.
+    """Count the pairs of an output and a window element that meet on an element of the input.
 
-    They meet at `output * stride + element * dilation - pad` of an input whose elements are `base`
-    apart, so for each window element the outputs that qualify are an arithmetic progression.
+    A pair meets at `output * stride + element * dilation - pad` of an input whose elements are
+    `base` apart, so for each window element the valid outputs are an arithmetic progression.
     """
     last = (inputs - 1) * base
     common = math.gcd(stride, base)

@@ -1,4 +1,4 @@
-"""Find which values lie in a device's memory when the most of it is in use."""
+"""Find which values lie in a device's memory at its peak use."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ _HOST = 5
 
 @dataclass(frozen=True, slots=True)
 class LiveBuffer:
-    """Memory that is taken at the peak, and what lies in it.
+    """Memory that is in use at the peak, and the values in it.
 
     Attributes:
         kind: The kind of the allocation that it is in.
         bytes: Its size.
         values: The values in it at the peak. Several if one is updated in the place of another.
-        parameter: Of an argument, which parameter of the program.
+        parameter: For an argument, which parameter of the program it is.
     """
 
     kind: Kind
@@ -35,12 +35,12 @@ class LiveBuffer:
 
 @dataclass(frozen=True, slots=True)
 class LiveBuffers:
-    """What lies in a device's memory at the peak.
+    """The contents of a device's memory at the peak.
 
     Attributes:
         buffers: The buffers.
-        gaps: Bytes of the allocations for temporaries in which nothing lies at that time: the
-            compiler places values of other times there, and aligns them.
+        gaps: Bytes of the allocations for temporaries that are empty at that time. The compiler
+            places values of other times there, and aligns them.
         at: The instruction at which the largest allocation for temporaries is fullest; empty if
             there are no temporaries.
     """
@@ -56,16 +56,16 @@ class LiveBuffers:
 
 
 def live_buffers(assignment: BufferAssignment, *, on_tpu: bool) -> LiveBuffers:
-    """Find what lies in a device's memory at the peak.
+    """Find which buffers lie in a device's memory at the peak.
 
     Arguments, outputs and constants are there from beginning to end: the runtime allocates them
-    before it starts the program. Temporaries come and go inside one allocation (rarely two), and
-    the peak is when the live ones have the most bytes, as XLA's own figure counts.
+    before it starts the program. Temporaries come and go inside one allocation (rarely two). The
+    peak is the moment when the live temporaries have the most bytes, as in XLA's own figure.
 
     Args:
         assignment: The compiler's buffer assignment.
-        on_tpu: Whether it is of XLA:TPU, where every memory space but 0 is not the device's main
-            memory. On a GPU all but the host's is.
+        on_tpu: Whether the assignment is by XLA:TPU, for which only memory space 0 is the device's
+            main memory. On a GPU, every space except the host's is main memory.
     """
     found: list[LiveBuffer] = []
     gaps, fullest, at = 0, 0, ""
@@ -90,10 +90,10 @@ def live_buffers(assignment: BufferAssignment, *, on_tpu: bool) -> LiveBuffers:
 
 
 def _lasting(assignment: BufferAssignment, allocation: Allocation) -> LiveBuffer:
-    """An argument, an output or a constant. The values of other times in it are left out."""
+    """Return the buffer of an argument, an output or a constant, without values of other times."""
     values = [assignment.values[number] for number in allocation.values]
     if allocation.kind == "output":
-        # The last one is what is returned: an earlier one only lies where it will be.
+        # The last value is the one that is returned: earlier values only use its place.
         values = values[-1:]
     return LiveBuffer(allocation.kind, allocation.bytes, tuple(values), allocation.parameter)
 
@@ -105,9 +105,9 @@ def _size(values: Iterable[Value]) -> int:
 def _fullest(
     assignment: BufferAssignment, events: Sequence[Event]
 ) -> tuple[list[list[Value]], str]:
-    """The live values when they have the most bytes, those in one place together, and when."""
-    # First only how many bytes are live, then once more up to the peak for which values they are:
-    # to keep the set of every new maximum would take quadratic time.
+    """Find the live values when they have the most bytes, grouped by place, and the instruction."""
+    # The first pass only counts the live bytes. The second pass, up to the peak, collects the
+    # values: keeping the set of every new maximum would take quadratic time.
     most, when = 0, -1
     for step, taken in enumerate(_bytes_after_each(assignment, events)):
         if taken > most:

@@ -13,7 +13,7 @@ _ROWS = re.compile(r"^(\d+) \{([^}]*)\}$", re.MULTILINE)
 _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE = re.compile(r'\bsource_file="([^"]*)"(?:.*?\bsource_line=(\d+))?')
-# What JAX writes around a step that is compiled.
+# The names that JAX writes around a compiled step.
 _OURS = re.compile(r"^jit\(call\)/call_exported/(?:jit\(flat\)/)?|^jit\([^)]*\)/")
 
 
@@ -22,7 +22,7 @@ class InstructionOrigin:
     """Where an instruction comes from.
 
     Attributes:
-        name: The scopes and the operation, as JAX has written them: `jvp(mlp)/dot_general`.
+        name: The scopes and the operation, as JAX wrote them: `jvp(mlp)/dot_general`.
         source: The user's line, `train.py:12`; empty if it is not known.
     """
 
@@ -31,7 +31,7 @@ class InstructionOrigin:
 
 
 class StackTables:
-    """Finds the user's line by the tables of files, locations and frames that a program has."""
+    """Finds the user's line from a program's tables of files, locations and frames."""
 
     def __init__(
         self,
@@ -40,19 +40,21 @@ class StackTables:
         locations: Mapping[int, Mapping[str, int]],
         frames: Mapping[int, Mapping[str, int]],
     ):
-        """Take the tables, each by the numbers of its rows, which begin with 1."""
+        """Take the tables, each keyed by the numbers of its rows, which begin with 1."""
         self._files, self._functions = files, functions
         self._locations, self._frames = locations, frames
-        # The text of newer compilers has the number of a parent plus one: the first frame has none.
+        # The text of newer compilers has the parent's number plus one: the first frame, which has
+        # no parent, has a 1.
         first = frames.get(1, {})
         self._offset = 1 if first.get("parent_frame_id") == 1 else 0
         self._finder = Finder()
         self._found: dict[int, str] = {}
 
     def source(self, file: str, line: int, frame: int) -> str:
-        """The user's line, `train.py:12`; empty if it is not known.
+        """Find the user's line, `train.py:12`; empty if it is not known.
 
-        Older compilers write file and line into every instruction, newer ones a number of a table.
+        Older compilers write file and line into every instruction. Newer compilers write the number
+        of a frame in a table.
         """
         if file:
             return self._short([Frame(file, line, "")])
@@ -65,9 +67,9 @@ class StackTables:
         return found.short if found.file else ""
 
     def _stack(self, number: int) -> list[Frame]:
-        """The frames of a call, innermost first."""
+        """Return the frames of a call, innermost first."""
         stack: list[Frame] = []
-        # The limit ends the walk if a damaged table has a circle.
+        # The limit ends the walk if a damaged table has a cycle.
         while number in self._frames and len(stack) < len(self._frames):
             frame = self._frames[number]
             location = self._locations.get(frame.get("file_location_id", 0), {})
@@ -79,7 +81,7 @@ class StackTables:
 
 
 class Origins:
-    """Finds where instructions come from, by the tables at the head of a program's text."""
+    """Finds where instructions come from, using the tables at the head of a program's text."""
 
     def __init__(self, text: str):
         head = text[: text.find("\nENTRY ")] if "\nENTRY " in text else ""
@@ -102,12 +104,12 @@ class Origins:
 
 
 def without_call(name: str) -> str:
-    """The name of an operation without what JAX writes around a step that is compiled."""
+    """Return an operation's name without the names that JAX writes around a compiled step."""
     return _OURS.sub("", name)
 
 
 def _section(head: str, title: str) -> str:
-    """The lines below a title, up to the next empty one."""
+    """Return the lines below a title, up to the next empty line."""
     start = head.find(f"\n{title}\n")
     return "" if start < 0 else head[start + len(title) + 2 :].partition("\n\n")[0]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Pass = Literal["forward", "backward", "other", "unknown"]
-"""What of a step an operation is in: `other` is what is not differentiated, such as the update."""
+"""The part of a step that an operation is in; `other` is not differentiated, such as the update."""
 
-# What JAX writes for its own control flow and calls. It is not a named scope, and a scope of the
-# same name cannot be told from it.
+# The names that JAX writes for its own control flow and calls. They are not named scopes, and a
+# named scope with one of these names cannot be told apart from them.
 _STRUCTURE = re.compile(
     r"while|body|cond|body_fun|cond_fun|scan|closed_call|core_call|eval_jaxpr|call_exported"
     r"|checkpoint|remat2?|rematted_computation|custom_[jv][vj]p_call(_jaxpr)?|shard_map"
@@ -23,13 +23,13 @@ _FUNCTIONS = frozenset({"jit", "pjit", "xla_call"})
 
 @dataclass(frozen=True, slots=True)
 class OpName:
-    """What the name of an operation says.
+    """The parts of an operation's name.
 
     Attributes:
         scope: The `jax.named_scope`s around it, with `/` between them.
         operation: JAX's primitive, such as `dot_general`.
-        of: The pass that it is in, by the transformations that JAX has written around it. What
-            does not depend on what is differentiated, a mask say, is `other` in any pass.
+        of: The pass that it is in, by the transformations that JAX wrote around it. An operation
+            that does not depend on differentiated values, such as a mask, is `other` in any pass.
     """
 
     scope: str
@@ -41,7 +41,7 @@ def read(name: str) -> OpName:
     """Take a name apart."""
     parts = list(_parts(name))
     if not parts or parts[-1] == "call_exported":
-        # An instruction that the compiler made without saying what for.
+        # The compiler made this instruction and did not say what for.
         return OpName("", "", "unknown")
     *scopes, operation = parts
     of: Pass = "other"
@@ -57,7 +57,7 @@ def read(name: str) -> OpName:
 
 
 def _scopes(part: str) -> Iterator[str]:
-    """The named scopes in a part of a name."""
+    """Yield the named scopes in a part of a name."""
     transform = _TRANSFORM.fullmatch(part)
     if transform is None:
         if part and not _STRUCTURE.fullmatch(part):
@@ -69,7 +69,7 @@ def _scopes(part: str) -> Iterator[str]:
 
 
 def _parts(name: str) -> Iterator[str]:
-    """Split at slashes that no parenthesis encloses."""
+    """Split at slashes that are not inside parentheses."""
     depth = start = 0
     for at, letter in enumerate(name):
         if letter == "(":

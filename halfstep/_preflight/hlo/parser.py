@@ -1,11 +1,12 @@
 """Read XLA's optimized HLO text: computations, instructions, shapes and attributes.
 
-It reads what `compiled.as_text()` prints for the CPU, GPU and TPU compilers. Every instruction line
-becomes an `Instruction`; a line that looks like one and cannot be read raises. Shapes, operands and
-attributes are parsed when they are asked for, so syntax that no count depends on does no harm.
+The parser reads the output of `compiled.as_text()` for the CPU, GPU and TPU compilers. Every
+instruction line becomes an `Instruction`; a line that looks like an instruction and cannot be read
+raises. Shapes, operands and attributes are parsed on first use, so syntax that no count depends on
+does no harm.
 """
 
-# The errors here are about text that XLA's compilers write: no user can cause or cure them.
+# The errors here are about text that XLA's compilers write: no user can cause or fix them.
 
 import math
 import re
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-# HLO's name of an element type: (the name NumPy or ml_dtypes gives it, bits an element).
+# HLO's name of an element type: (the name NumPy or ml_dtypes gives it, bits per element).
 _DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
         "pred": ("bool", 8),
@@ -41,7 +42,7 @@ _DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
 )
 
 # Regular expressions and a scanner of brackets instead of a grammar: every release of XLA adds
-# attributes, of which few matter here, and the text of a large model is long.
+# attributes that mostly do not matter here, and the text of a large model is long.
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) (?:\(.*)?\{$")
 _START = re.compile(r"\s*(?:ROOT )?%?[^\s=,(){}]+ = ")
 _INSTRUCTION = re.compile(
@@ -54,8 +55,8 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([^\s,()]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\],]|[^"{}()\[\],]+', re.DOTALL)
-# Only layouts of XLA:TPU are tiled, `{1,0:T(8,128)}`. It is how a text shows which compiler wrote
-# it, and so what its memory spaces mean.
+# Only layouts of XLA:TPU are tiled, `{1,0:T(8,128)}`. A tiled layout shows which compiler wrote a
+# text, and so what its memory spaces mean.
 _TILING = re.compile(r"\{[\d,]*:[^}\s]*T\(\d")
 
 # Both compilers put buffers of the host into this memory space.
@@ -63,7 +64,7 @@ _HOST = 5
 
 
 class UnknownTypeError(ValueError):
-    """The bytes of an array are needed whose element type is not known."""
+    """The bytes of an array are needed, but its element type is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,8 @@ class Array:
 
     Attributes:
         dtype: The element type as NumPy or ml_dtypes name it, such as `bfloat16`.
-        dims: The dimensions; of a bounded dynamic dimension the bound.
-        bits: Bits an element takes when packed; `None` of a type that is not known.
+        dims: The dimensions; for a bounded dynamic dimension, the bound.
+        bits: Bits per element when packed; `None` for an unknown type.
         space: The memory space `S(n)` of its layout; 0 is the device's main memory.
         in_memory: Whether it lives in the device's main memory. XLA:TPU's other spaces are on chip
             or on the host; XLA:GPU's only other place is the host (its space 1 is main memory).
@@ -96,7 +97,7 @@ class Array:
         return self.bytes_of(self.size)
 
     def bytes_of(self, elements: int) -> int:
-        """The bytes of some of its elements."""
+        """Return the bytes of some of its elements."""
         if self.bits is None:
             raise UnknownTypeError(f"an element type whose size is known, not `{self.dtype}`,")
         return -(-elements * self.bits // 8)
@@ -113,7 +114,7 @@ Shape = Array | Tuple
 
 
 def leaves(shape: Shape) -> Iterator[Array]:
-    """The arrays of a shape, in order."""
+    """Yield the arrays of a shape, in order."""
     if isinstance(shape, Array):
         yield shape
     else:
@@ -138,7 +139,7 @@ class _Shapes:
         return Tuple(tuple(self.parse(part.strip()) for part in split(inner) if part.strip()))
 
     def _array(self, text: str) -> Array:
-        # A buffer, `b(f32[8])`, has the bytes of what it holds.
+        # A buffer, `b(f32[8])`, has the bytes of the array that it holds.
         bare = text[2:-1] if text.startswith("b(") else text
         match = _ARRAY.fullmatch(bare)
         if not match:
@@ -151,7 +152,7 @@ class _Shapes:
 
 
 def split(text: str) -> Iterator[str]:
-    """Split at commas that no bracket and no quote encloses."""
+    """Split at commas that are not inside brackets or quotes."""
     depth, parts = 0, []
     for token in _TOKEN.findall(text):
         if token in "{([":
@@ -206,7 +207,7 @@ class Instruction:
     _shapes: _Shapes = field(repr=False)
     base: str = field(init=False, repr=False)
 
-    # Computed at once and not on first use: every instruction is asked for it, several times.
+    # `base` is computed here and not on first use: it is read several times for every instruction.
     def __post_init__(self) -> None:
         self.base = self.opcode.removesuffix("-start")
 
@@ -220,12 +221,12 @@ class Instruction:
 
     @cached_property
     def results(self) -> tuple[Array, ...]:
-        """The arrays the operation produces; of a `-start` form without what it carries along."""
+        """The arrays the operation produces; for a `-start` form without operands and context."""
         shape = self.shape
         if self.opcode.endswith("-start") and isinstance(shape, Tuple):
             # copy-start is (destination, source, context), and the others are (operands, results,
-            # context...). all-reduce-start was the results alone until XLA of JAX 0.12, which
-            # writes its operands as a tuple also where there is one.
+            # context...). all-reduce-start was only the results before the XLA of JAX 0.12, which
+            # writes the operands as a tuple even if there is only one.
             parts = shape.elements
             alone = self.opcode == "all-reduce-start" and not any(
                 isinstance(part, Tuple) for part in parts
@@ -243,20 +244,20 @@ class Instruction:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the operands."""
-        # Between their parentheses are literals and numbers, not names.
+        # These have literals and numbers between their parentheses, not names.
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
         # The compilers print names with `%`, which can be found without splitting.
         names = tuple(_NAME.findall(self.arguments))
         if names or not self.arguments.strip():
             return names
-        # Names may be printed without `%`, after the operand's shape if that is printed.
+        # Names may be printed without `%`, and after the operand's shape if the shape is printed.
         parts = split(_COMMENT.sub("", self.arguments))
         return tuple(part.split()[-1] for part in parts if part.strip())
 
     @cached_property
     def attributes(self) -> dict[str, str]:
-        """The `key=value` pairs behind the operands, values as printed."""
+        """The `key=value` pairs after the operands, values as printed."""
         found = {}
         for part in split(self._attributes):
             key, equals, value = part.strip().partition("=")
@@ -265,7 +266,7 @@ class Instruction:
         return found
 
     def error(self, expected: str) -> ValueError:
-        """An error that names the line."""
+        """Create an error that names the line."""
         return ValueError(
             f"line {self.line} of the HLO text cannot be counted: expected {expected} in "
             f"`{self.name} = {self._shape[:80]} {self.opcode}(...)`. The text may be of a compiler "
@@ -273,21 +274,21 @@ class Instruction:
         )
 
     def text(self, key: str, default: str | None = None) -> str:
-        """An attribute as printed; raises if it is required and missing."""
+        """Return an attribute as printed; raise if it is required and missing."""
         value = self.attributes.get(key, default)
         if value is None:
             raise self.error(f"an attribute `{key}=`")
         return value
 
     def names(self, key: str) -> tuple[str, ...]:
-        """The computations an attribute names: `calls=%f`, `branch_computations={%a, %b}`."""
+        """List the computations an attribute names: `calls=%f`, `branch_computations={%a, %b}`."""
         value = self.attributes.get(key)
         if value is None:
             return ()
         return tuple(name.strip().lstrip("%") for name in value.strip("{} ").split(","))
 
     def integers(self, key: str, default: str | None = None) -> tuple[int, ...]:
-        """A list of integers: `dimensions={0,2}`, `index=1`."""
+        """Return the integers of an attribute: `dimensions={0,2}`, `index=1`."""
         value = self.text(key, default).strip("{} ")
         try:
             return tuple(int(number) for number in value.split(",") if number.strip())
@@ -308,7 +309,7 @@ class Computation:
 
     @property
     def result(self) -> Instruction:
-        """The root; raises if there is none."""
+        """The root; raises if it is missing."""
         if self.root is None:
             raise ValueError(
                 f"the computation `{self.name}` of the HLO text has no ROOT instruction."
@@ -323,13 +324,13 @@ class Computation:
         return self.instructions[name]
 
     def operand(self, instruction: Instruction, index: int) -> Instruction:
-        """The instruction that is an operand of another."""
+        """Return the instruction that is an operand of another."""
         if index >= len(instruction.operands):
             raise instruction.error(f"{index + 1} operands or more")
         return self[instruction.operands[index]]
 
     def shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """The shapes of an instruction's operands."""
+        """Return the shapes of an instruction's operands."""
         return tuple(self.operand(instruction, i).shape for i in range(len(instruction.operands)))
 
     @cached_property
@@ -355,7 +356,7 @@ class Module:
     entry: Computation
 
     def called(self, instruction: Instruction, *keys: str) -> tuple[Computation, ...]:
-        """The computations an instruction calls by its attributes `keys`; raises without any."""
+        """Return the computations that the attributes `keys` name; raise if there are none."""
         names = [name for key in keys for name in instruction.names(key)]
         if not names or any(name not in self.computations for name in names):
             raise instruction.error(
@@ -368,13 +369,13 @@ def parse(text: str) -> Module:
     """Parse an optimized HLO module.
 
     Args:
-        text: What `compiled.as_text()` returns, of one module.
+        text: The text of one module, as `compiled.as_text()` returns it.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: If there is no entry computation, more than one, or a line that cannot be read.
+        ValueError: If the text has no entry computation or several, or a line cannot be read.
     """
     shapes = _Shapes(tiled=_TILING.search(text) is not None)
     computations: dict[str, Computation] = {}
@@ -409,7 +410,7 @@ def parse(text: str) -> Module:
             close()
             current = None
         elif line.strip():
-            # A long literal goes over several lines; nothing else does.
+            # Only a long literal can span several lines.
             match = _INSTRUCTION.match(pending)
             if not match or _closing(pending, match.end()) >= 0:
                 raise ValueError(

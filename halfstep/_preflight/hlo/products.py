@@ -15,8 +15,8 @@ class Product:
     Attributes:
         lhs: The left operand as the instruction takes it, such as `bfloat16[4096,1024]`.
         rhs: The right operand.
-        out: What the instruction produces.
-        flops: FLOPs per device and step, of all of them.
+        out: The result of the instruction.
+        flops: FLOPs of all these contractions, per device and step.
         count: How often they run in a step.
         name: JAX's name of the operation, with the scopes that it is in.
         source: The user's line, `train.py:12`; empty if the program does not say.
@@ -37,12 +37,12 @@ class Product:
 
     @property
     def of_recipe(self) -> bool:
-        """Whether it is a product of a recipe's, or in 8 bits by the user's own hand."""
+        """Whether a recipe made the product, or the user wrote it in 8 bits by hand."""
         return self.in_f8 or ELEMENTS in self.name or ROUNDED in self.name
 
     @property
     def why_not(self) -> str:
-        """Why it is not in 8 bits, as far as the program says."""
+        """Why the product is not in 8 bits, as far as the program says."""
         if self.in_f8:
             return ""
         dtypes = " x ".join(dict.fromkeys(side.partition("[")[0] for side in (self.lhs, self.rhs)))
@@ -59,13 +59,13 @@ class F8Count:
     """How many contractions of a compiled step are in 8 bits or fewer.
 
     Attributes:
-        count: How many are, iterations of loops included.
-        total: How many there are.
+        count: The number of contractions in 8 bits or fewer, iterations of loops included.
+        total: The number of all contractions.
         flops: Their share of the FLOPs of all contractions; 1 if there are none.
         eligible: Their share of the FLOPs of a recipe's products, forward and backward. Without any
-            such product it is that of all contractions.
-        units: Whether the target has units for them. Where it has none, operands of 8 bits are
-            multiplied at the rate of 16.
+            such product, the share is that of all contractions.
+        units: Whether the target has fp8 units. Without these units, 8-bit operands are multiplied
+            at the rate of 16 bits.
     """
 
     count: int
@@ -78,7 +78,7 @@ class F8Count:
 def f8_count(products: Sequence[Product], *, units: bool) -> F8Count:
     """Count the products of a step that are in 8 bits or fewer."""
     inside = [product for product in products if product.in_f8]
-    # A step without a recipe has nothing that is eligible; then all count, and the share is 0.
+    # In a step without a recipe no product is eligible; then all count, and the share is 0.
     eligible = [product for product in products if product.of_recipe] or products
     return F8Count(
         count=sum(product.count for product in inside),
@@ -95,12 +95,12 @@ def _share(part: Sequence[Product], whole: Sequence[Product]) -> float:
 
 
 def no_units(target: str) -> str:
-    """Say what a target without units for 8 bits does."""
+    """Describe what a target without fp8 units does."""
     return f"{target} has no fp8 units, and multiplies operands of 8 bits at the rate of 16"
 
 
 def described(product: Product) -> str:
-    """A product that is not in 8 bits, on one line."""
+    """Describe a product that is not in 8 bits, on one line."""
     where = product.source or "-"
     return (
         f"{where}: {product.lhs} x {product.rhs} ({product.count}x, {flops(product.flops)}), "

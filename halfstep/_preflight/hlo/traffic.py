@@ -1,14 +1,14 @@
 """Count the bytes that kernels read from and write to the device's memory.
 
-The definition: a kernel reads each distinct buffer once and writes each result once, except for
-what it does not touch. A slice or gather reads the elements it takes, also when it is fused and the
-operand reaches it through element-wise operations only. A dynamic-update-slice or scatter writes
-the elements it replaces, in place, and the rest of its operand is neither read nor written. Arrays
-that live on chip or on the host count nothing, nor do the workspaces that library calls return.
-Bytes are logical: elements times item size, without the padding of a tiled layout.
+A kernel reads each distinct buffer once and writes each result once, except for elements that it
+does not touch. A slice or gather reads the elements it takes, also when it is fused and the operand
+reaches it through element-wise operations only. A dynamic-update-slice or scatter writes the
+elements it replaces, in place, and the rest of its operand is neither read nor written. Arrays that
+live on chip or on the host do not count, nor do the workspaces that library calls return. Bytes are
+logical: elements times item size, without the padding of a tiled layout.
 """
 
-# The errors here are about text that XLA's compilers write: no user can cause or cure them.
+# The errors here are about text that XLA's compilers write: no user can cause or fix them.
 
 import re
 from collections import Counter
@@ -28,8 +28,8 @@ _FREE = re.compile(
 # These calls return their scratch memory as a last result, as bytes; nobody reads it.
 _WITH_WORKSPACE = re.compile(r"__(cublas|cudnn)\$.*")
 _SLICES = re.compile(r"dynamic-slice|gather|slice")
-# Through these a fusion reads only the elements that are needed behind them: if a slice takes one
-# row of a sum of two arrays, one row of each is read.
+# Through these operations, a fusion reads only the elements that later operations need: if a slice
+# takes one row of a sum of two arrays, one row of each is read.
 _ELEMENTWISE = re.compile(
     r"abs|add|and|atan2|bitcast|bitcast-convert|cbrt|ceil|clamp|compare|complex|convert|copy|cosine"
     r"|count-leading-zeros|divide|erf|exponential|exponential-minus-one|floor|imag|is-finite|log"
@@ -55,10 +55,10 @@ class Kernel:
 
 
 def memory_floor_bytes(kernels: Iterable[Kernel], cache_bytes: int) -> int:
-    """A lower bound of the bytes that cross the device's memory interface.
+    """Compute a lower bound on the bytes that cross the device's memory interface.
 
-    At most a cache-full of what a kernel reads can be there from before, and at most a cache-full
-    of what it writes can stay behind; the rest must cross.
+    Before a kernel runs, at most a full cache of its inputs can already be in the cache. After it,
+    at most a full cache of its results can stay there. The rest must cross.
 
     Args:
         kernels: The kernels of a step.
@@ -76,11 +76,11 @@ def memory_floor_bytes(kernels: Iterable[Kernel], cache_bytes: int) -> int:
 def moved(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[int, Counter[str]] | None:
-    """Bytes that an instruction reads, and writes by dtype; `None` if it is not a kernel.
+    """Count the bytes an instruction reads, and writes by dtype; `None` if it is not a kernel.
 
     Args:
         module: The program.
-        computation: The computation the instruction is in, which is not the inside of a fusion.
+        computation: The computation the instruction is in, which does not belong to a fusion.
         instruction: Any instruction.
     """
     base = instruction.base
@@ -95,7 +95,7 @@ def moved(
             return None
         if _WITH_WORKSPACE.fullmatch(target) and len(results) > 1 and _is_workspace(results[-1]):
             results = results[:-1]
-    # It has no operand but a token, and the data is its first result.
+    # A recv has no operand but a token, and the data is its first result.
     if base == "recv":
         return 0, _by_dtype((array, array.size) for array in results[:1])
     read = _read(
@@ -114,8 +114,8 @@ def moved(
 def _read(
     computation: Computation, instruction: Instruction, touched: Callable[[int, Array], int]
 ) -> int:
-    """Bytes read of all operands; of a buffer that comes twice no more than there is."""
-    # A buffer may be an operand twice. Two slices of it are both read, but not more than all.
+    """Count the bytes read from all operands, and from each buffer at most its size."""
+    # A buffer may be an operand twice. Two slices of it are both read, but no more than all of it.
     parts, limits = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for index, name in enumerate(instruction.operands):
         arrays = tuple(leaves(computation.operand(instruction, index).shape))
@@ -144,7 +144,7 @@ def _bytes(arrays: Iterable[Array]) -> int:
 
 
 def _by_dtype(parts: Iterable[tuple[Array, int]]) -> Counter[str]:
-    """The bytes of some elements of arrays, by dtype."""
+    """Count the bytes of some elements of arrays, by dtype."""
     total = Counter[str]()
     for array, elements in parts:
         total[array.dtype] += _part(array, elements)
@@ -152,7 +152,7 @@ def _by_dtype(parts: Iterable[tuple[Array, int]]) -> Counter[str]:
 
 
 def _part(array: Array, elements: int) -> int:
-    """The bytes of some of an array's elements."""
+    """Count the bytes of some of an array's elements."""
     return array.bytes_of(min(elements, array.size)) if array.in_memory else 0
 
 
@@ -166,7 +166,7 @@ def _updates(instruction: Instruction) -> range:
 
 
 def _replaced(computation: Computation, instruction: Instruction) -> int | None:
-    """Count the elements of each result that an update in place replaces."""
+    """Count the elements of each result that an in-place update replaces."""
     arrays = _updates(instruction)
     if not arrays:
         return None
@@ -180,7 +180,7 @@ def _taken(computation: Computation, user: Instruction, index: int, size: int) -
     if _SLICES.fullmatch(user.base) and index == 0:
         return min(size, sum(result.size for result in user.results))
     if index in _updates(user):
-        # A scatter combines with what was there; a dynamic-update-slice replaces it.
+        # A scatter combines with the old elements; a dynamic-update-slice replaces them.
         return (_replaced(computation, user) or 0) if user.base == "scatter" else 0
     return size
 
@@ -200,7 +200,7 @@ def _fusion(
         # (the operand as it is, the buffer to fill, flags...)
         return read, _by_dtype((output, output.size) for output in outputs[1:])
     names = root.operands if root.opcode == "tuple" else (root.name,)
-    # Results that cannot be matched with what the root returns count whole.
+    # Results that cannot be matched with those of the root count in full.
     if len(names) != len(outputs):
         return read, _by_dtype((output, output.size) for output in outputs)
     return read, _by_dtype(
@@ -209,7 +209,7 @@ def _fusion(
 
 
 def _parameter(computation: Computation, fusion: Instruction, index: int) -> Instruction:
-    """The parameter of a fused computation that an operand of the fusion becomes."""
+    """Return the parameter of a fused computation that an operand of the fusion becomes."""
     if index not in computation.parameters:
         raise fusion.error(f"a parameter({index}) in the computation it calls")
     return computation.parameters[index]
@@ -224,12 +224,12 @@ def _size(instruction: Instruction) -> int:
 
 
 class _Inside:
-    """What a fused computation touches.
+    """The elements that a fused computation touches.
 
     Args:
         module: The program.
         computation: The fused computation.
-        wanted: Of a fusion within a fusion, how many elements of its result are needed.
+        wanted: For a fusion within a fusion, how many elements of its result are needed.
 
     Attributes:
         touched: How many elements of each of its values are needed.
@@ -242,7 +242,7 @@ class _Inside:
         self.continues = is_continuation(computation)
         self.touched: dict[str, int] = {}
         root = computation.result
-        # Users come after what they use.
+        # Users come after the values that they use.
         for instruction in reversed(computation.instructions.values()):
             needed = sum(
                 self._needed(instruction, user, index)
@@ -261,8 +261,8 @@ class _Inside:
         if self.continues and source.base in KINDS:
             return 0
         if self._in_place(source):
-            # Updates in a row write into one buffer: each adds what it replaces, down to the
-            # parameter.
+            # Consecutive updates write into one buffer: each adds the elements that it replaces,
+            # down to the parameter.
             replaced = _replaced(self.computation, source) or 0
             return replaced + self.written(source.operands[0])
         return 0 if self._is_library_workspace(source) else _size(source)
@@ -271,7 +271,7 @@ class _Inside:
         """Count the elements of a value that one of its users needs."""
         size = _size(value)
         if user.opcode == "tuple" and user is self.computation.root:
-            # A parameter is handed on as it is; everything else is written.
+            # A parameter is passed on unchanged; everything else is written.
             return 0 if self._source(value.name).opcode == "parameter" else size
         if _calls(user, "AsyncCollectiveDone") or (self.continues and user.base in KINDS):
             return 0
@@ -288,14 +288,14 @@ class _Inside:
         return size
 
     def _source(self, name: str) -> Instruction:
-        """The instruction that a value is, behind the bitcasts that rename it."""
+        """Return the instruction that computes a value, behind the bitcasts that rename it."""
         instruction = self.computation[name]
         while instruction.opcode == "bitcast":
             instruction = self.computation.operand(instruction, 0)
         return instruction
 
     def _in_place(self, update: Instruction) -> bool:
-        """Return whether an update changes a parameter where it is."""
+        """Return whether an update changes a parameter in place."""
         if not _updates(update):
             return False
         target = self._source(update.operands[0])

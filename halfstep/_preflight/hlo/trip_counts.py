@@ -1,8 +1,9 @@
 """Work out how many iterations a loop of an optimized HLO program has.
 
-XLA:GPU and XLA:CPU print it. XLA:TPU does not, so it is worked out here: the condition compares one
-element of the loop's state with a constant, the body adds a constant to that element, and the state
-starts from a constant. Constants are followed through copies, tuples, fusions and outer loops.
+XLA:GPU and XLA:CPU print the number. XLA:TPU does not, so it is worked out here: the condition
+compares one element of the loop's state with a constant, the body adds a constant to that element,
+and the state starts from a constant. Constants are followed through copies, tuples, fusions and
+outer loops.
 """
 
 import operator
@@ -27,14 +28,14 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """An element of a loop's state as the iteration began, plus a constant."""
+    """An element of a loop's state at the beginning of an iteration, plus a constant."""
 
     path: Path
     offset: int = 0
 
 
 # The domain of an abstract interpreter: a known number, an element of the state plus a constant, or
-# nothing that is known. Counters of loops need no more.
+# an unknown value. Loop counters need nothing else.
 Value = int | _Element | None
 
 
@@ -50,7 +51,7 @@ class ValueFrame:
     def call(
         self, instruction: Instruction, computation: Computation, *, first: int = 0
     ) -> "ValueFrame":
-        """The frame of a computation that gets an instruction's operands, from `first` on."""
+        """Return the frame of a computation that gets an instruction's operands from `first` on."""
         operands = instruction.operands[first:]
 
         def argument(number: int, path: Path) -> Value:
@@ -85,8 +86,8 @@ class ValueFrame:
             case "fusion" | "call":
                 (called,) = self.module.called(instruction, "calls", "to_apply")
                 return self.call(instruction, called).value(called.result.name, path)
-            # Behind an inner loop, an outer one can still count by what the inner one never
-            # changed.
+            # After an inner loop, an outer loop can still count by an element that the inner loop
+            # never changes.
             case "while":
                 return _invariants(self, instruction)(0, path)
             case opcode if opcode in _SAME_VALUE:
@@ -116,10 +117,13 @@ def _step(frame: ValueFrame, loop: Instruction, path: Path) -> int | None:
 
 
 def _invariants(frame: ValueFrame, loop: Instruction) -> Callable[[int, Path], Value]:
-    """The elements of a loop's state that no iteration changes, by their value before the loop."""
+    """Return a function that looks up the elements of a loop's state that no iteration changes.
+
+    It returns their value before the loop, and `None` for all other elements.
+    """
 
     def argument(number: int, path: Path) -> Value:
-        # Only elements that the body hands on as they are have one value in all iterations.
+        # Only elements that the body passes on unchanged have one value in all iterations.
         if number == 0 and path and _step(frame, loop, path) == 0:
             return frame.value(loop.operands[0], path)
         return None
@@ -128,13 +132,13 @@ def _invariants(frame: ValueFrame, loop: Instruction) -> Callable[[int, Path], V
 
 
 def body_frame(frame: ValueFrame, loop: Instruction, key: str) -> ValueFrame:
-    """The frame of a loop's body or condition."""
+    """Return the frame of a loop's body or condition."""
     (called,) = frame.module.called(loop, key)
     return ValueFrame(frame.module, called, _invariants(frame, loop))
 
 
 def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
-    """Count the iterations of a `while`; `None` if the text does not tell.
+    """Count the iterations of a `while`; `None` if the text does not say.
 
     Args:
         frame: The computation the loop is in.
@@ -162,7 +166,7 @@ def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
 
 
 def _comparison(frame: ValueFrame, name: str) -> tuple[str, Value, Value] | None:
-    """The comparison a condition's root is."""
+    """Return the comparison that a condition's root makes; `None` if it is not a comparison."""
     instruction = frame.computation[name]
     if instruction.opcode == "compare":
         left, right = (frame.value(operand) for operand in instruction.operands)
@@ -176,7 +180,7 @@ def _comparison(frame: ValueFrame, name: str) -> tuple[str, Value, Value] | None
 
 
 def _settle(frame: ValueFrame, loop: Instruction, value: Value) -> Value:
-    """The number that an element of the state is throughout the loop, if it is one."""
+    """Replace an element of the state that is constant throughout the loop by its number."""
     if isinstance(value, _Element) and _step(frame, loop, value.path) == 0:
         before = frame.value(loop.operands[0], value.path)
         return before + value.offset if isinstance(before, int) else None
@@ -184,7 +188,10 @@ def _settle(frame: ValueFrame, loop: Instruction, value: Value) -> Value:
 
 
 def _iterations(first: int, step: int, direction: str, bound: int) -> int | None:
-    """Iterations of `for (i = first; i <direction> bound; i += step)`; `None` if it never ends."""
+    """Count the iterations of `for (i = first; i <direction> bound; i += step)`.
+
+    The result is `None` if the loop never ends.
+    """
     holds = {
         "LT": operator.lt,
         "LE": operator.le,
@@ -195,7 +202,8 @@ def _iterations(first: int, step: int, direction: str, bound: int) -> int | None
     }[direction]
     if not holds(first, bound):
         return 0
-    # True once, and false after the first change; without a change it never ends.
+    # The comparison is true once, and false after the first change. Without a change the loop never
+    # ends.
     if direction == "EQ":
         return 1 if step else None
     upward, downward = direction in ("LT", "LE"), direction in ("GT", "GE")

@@ -1,8 +1,8 @@
 """Read protocol buffers without their schema: the wire format of XLA's own files.
 
-No package that halfstep or JAX installs has the schema of XLA's messages. The format below it is
-small and does not change: a message is a sequence of numbered fields, and a field is an integer or
-a run of bytes, which is a text, another message, or integers one after the other.
+No package that halfstep or JAX installs has the schema of XLA's messages. The wire format below the
+schema is small and does not change. A message is a sequence of numbered fields. A field is an
+integer or a run of bytes, which is a string, another message, or integers one after the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 
 class Message:
-    """The fields of a message by number. What is absent has the default of its type."""
+    """The fields of a message by number. An absent field has the default of its type."""
 
     __slots__ = ("_fields",)
 
@@ -26,40 +26,40 @@ class Message:
             self._fields.setdefault(number, []).append(value)
 
     def integer(self, number: int) -> int:
-        """An integer, an enumeration or a boolean; the last if it is repeated."""
+        """Return an integer, an enumeration or a boolean; the last one of a repeated field."""
         values = [v for v in self._fields.get(number, ()) if isinstance(v, int)]
         return values[-1] if values else 0
 
     def integers(self, number: int) -> tuple[int, ...]:
-        """Repeated integers, packed or not."""
+        """Return repeated integers, packed or not."""
         found: list[int] = []
         for value in self._fields.get(number, ()):
             found += [value] if isinstance(value, int) else _packed(value)
         return tuple(found)
 
     def raw(self, number: int) -> bytes:
-        """The bytes of a field; the last if it is repeated."""
+        """Return the bytes of a field; the last ones of a repeated field."""
         values = self._runs(number)
         return values[-1] if values else b""
 
     def text(self, number: int) -> str:
-        """A text."""
+        """Return a string."""
         return self.raw(number).decode("utf-8", "replace")
 
     def texts(self, number: int) -> tuple[str, ...]:
-        """Repeated texts."""
+        """Return repeated strings."""
         return tuple(value.decode("utf-8", "replace") for value in self._runs(number))
 
     def message(self, number: int) -> "Message":
-        """A nested message."""
+        """Return a nested message."""
         return Message(self.raw(number))
 
     def messages(self, number: int) -> Iterator["Message"]:
-        """Repeated nested messages."""
+        """Return repeated nested messages."""
         return (Message(value) for value in self._runs(number))
 
     def has(self, number: int) -> bool:
-        """Whether a field is there."""
+        """Return whether a field is present."""
         return number in self._fields
 
     def _runs(self, number: int) -> Sequence[bytes]:
@@ -88,7 +88,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer in groups of seven bits, the lowest first, and where it ends."""
+    """Read an integer in groups of seven bits, the lowest first; return it and where it ends."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:

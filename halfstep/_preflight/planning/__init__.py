@@ -1,1 +1,1 @@
-"""A memory budget in, a policy out."""
+"""Find a policy that keeps a step within a memory budget."""

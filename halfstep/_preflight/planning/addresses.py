@@ -1,7 +1,7 @@
 """Find rules that tell the stored values of a program apart.
 
-A plan is a policy, and a policy names values by operation, scope and line, and by a number among
-all for which these hold. Values that no such rule tells apart, such as those of a function that is
+A plan is a policy. A policy names values by operation, scope and line, and by a number among all
+values that match these. Values that no such rule tells apart, such as those of a function that is
 called twice, are one group: they are stored alike.
 """
 
@@ -30,18 +30,18 @@ class Group:
     rule: StoreRule
 
     def with_outcome(self, outcome: StoreOutcome) -> StoreRule:
-        """The rule with an outcome."""
+        """Return the rule with an outcome."""
         return dataclasses.replace(self.rule, outcome=outcome)
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Groups whose rules differ in their numbers only, such as one product of every layer.
+    """Groups whose rules differ only in their numbers, such as one product of every layer.
 
     Attributes:
         groups: Their numbers.
         rule: The rule without a number, with any outcome.
-        is_whole: Whether that rule is for the operations of these groups and no others.
+        is_whole: Whether the rule matches the operations of these groups and no others.
     """
 
     groups: tuple[int, ...]
@@ -50,18 +50,18 @@ class Family:
 
 
 class Addresses:
-    """What rules are for, among the operations of a program.
+    """The operations of a program that rules match.
 
     Attributes:
         groups: The operations that may be stored, as finely as rules can tell them apart.
-        families: Groups whose rules differ in their numbers only; others are alone.
+        families: Groups whose rules differ only in their numbers; other groups are alone.
     """
 
     def __init__(self, places: Sequence[Place]):
         """Group operations.
 
         Args:
-            places: All of them: a rule that names an operation is for all that have its name.
+            places: All operations: a rule that names an operation matches all with that name.
         """
         self.places = places
         finder = Finder()
@@ -76,7 +76,7 @@ class Addresses:
             if place.is_fixed or not (place.is_dear or place.is_anchor):
                 continue
             group = self.group(frozenset({position}))
-            # A rule that is for more than its own operations joins them with those others.
+            # A rule that matches other operations as well joins all of them into one group.
             joined = [other for other in merged if not other.places.isdisjoint(group.places)]
             while joined:
                 merged = [other for other in merged if other not in joined]
@@ -97,7 +97,7 @@ class Addresses:
         return tuple(made)
 
     def group(self, members: frozenset[int]) -> Group:
-        """The group of a rule that is for some operations, and for as few others as can be."""
+        """Return the group of a rule that matches some operations and as few others as possible."""
         best: Group | None = None
         for rule in self._rules(members):
             found = self.concerned(rule)
@@ -105,11 +105,11 @@ class Addresses:
                 best = Group(found, rule)
             if len(found) == len(members):
                 break
-        # Some rule is for all of them: the rule for every operation.
+        # At least one rule matches all of them: the rule for every operation.
         return best or Group(members, StoreRule("keep", op="*"))
 
     def concerned(self, rule: StoreRule) -> frozenset[int]:
-        """The operations that a rule decides about, if it comes after the user's own."""
+        """Return the operations that a rule decides about if it comes after the user's rules."""
         every = dataclasses.replace(rule, number=None)
         return frozenset(
             position
@@ -118,9 +118,10 @@ class Addresses:
         )
 
     def _numbers(self, rule: StoreRule) -> Mapping[int, int]:
-        """The positions that a rule without a number is for, each with its number in its function.
+        """Return the positions that a rule without a number matches, each with its number.
 
-        Operations that are not on the tape are counted, too.
+        Operations are numbered within their function. Those that are not on the tape are counted,
+        too.
         """
         if rule not in self._positions:
             counted = {
@@ -137,7 +138,7 @@ class Addresses:
         return self._positions[rule]
 
     def _rules(self, members: frozenset[int]) -> Iterator[StoreRule]:
-        """Rules that are for all of some operations, the simplest first."""
+        """Yield rules that match all of some operations, the simplest first."""
         places = [self.places[position] for position in sorted(members)]
         names = {place.operation.primitive for place in places}
         op = next(iter(names)) if len(names) == 1 else None
@@ -148,10 +149,10 @@ class Addresses:
         scopes = {place.operation.scope for place in places}
         scope = next(iter(scopes)) if len(scopes) == 1 else ""
         if not scope or re.search(r"[,=@:#*?\[\]]", scope):
-            # None, or one that a rule cannot name.
+            # The operations have no common scope, or a scope that a rule cannot name.
             scope = None
         common = set(places[0].lines).intersection(*(place.lines for place in places))
-        # The innermost first: it is where the operation is written.
+        # The innermost line comes first: the operation is written there.
         lines = [text for line in places[0].lines if line in common for text in _texts(line)]
         for with_line in (None, *lines):
             for with_scope in dict.fromkeys((scope, None) if with_line is None else (None, scope)):
@@ -160,8 +161,8 @@ class Addresses:
                         yield StoreRule("keep", op=with_op, scope=with_scope, line=with_line)
         if op is None:
             return
-        # By number, among as few as there can be: those of one call in every layer, sooner than all
-        # of a function.
+        # Rules with a number follow, those that match the fewest operations first: the operations
+        # of one call in every layer, sooner than all operations of a function.
         unnumbered = [
             StoreRule("keep", op=op, scope=with_scope, line=with_line)
             for with_line in (*lines, None)
@@ -174,5 +175,5 @@ class Addresses:
 
 
 def _texts(line: str) -> tuple[str, ...]:
-    """How a rule may write a line: by the file's name, or by all of its path that is known."""
+    """Return how a rule may write a line: with the file's name, or the known part of its path."""
     return tuple(dict.fromkeys((os.path.basename(line), line)))

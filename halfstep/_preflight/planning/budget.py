@@ -1,4 +1,4 @@
-"""Read a memory budget: bytes, a text such as `"5GiB"`, a share, or the device's own memory."""
+"""Read a memory budget: bytes, a string such as `"5GiB"`, a share, or the device's own memory."""
 
 import re
 from types import MappingProxyType
@@ -17,15 +17,15 @@ _UNITS = MappingProxyType(
 
 
 def parse_budget(budget: int | float | str | None, *, usable: int) -> int:
-    """A budget in bytes.
+    """Convert a budget to bytes.
 
     Args:
-        budget: Bytes; a text with a unit, `"5GiB"` or `"4.5 GB"`, or with a percent sign; a share
-            above 0 and up to 1; or `None` for all of it.
-        usable: The memory of the device that may be used. A share is a share of this.
+        budget: Bytes; a string with a unit, `"5GiB"` or `"4.5 GB"`, or with a percent sign; a share
+            above 0 and up to 1; or `None` for all usable memory.
+        usable: The memory of the device that may be used. A share is a share of this memory.
 
     Raises:
-        PreflightError: If it is none of these, or more than there is.
+        PreflightError: If the budget is none of these, or more than the usable memory.
     """
     if budget is None:
         return usable

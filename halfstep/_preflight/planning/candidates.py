@@ -1,9 +1,9 @@
-"""Read off a traced program what could be stored, and what it takes to compute it again.
+"""Read from a traced program which values could be stored, and what recomputing them takes.
 
 Every operation of a function that `autocast` rewrites becomes an operation of the problem that
-`selection` solves. Values are there without being stored if they come into the function, the loop's
-body or the call that the operation is in, if a loop or call makes them, or if they are made of
-parameters alone: JAX keeps all of these in any case.
+`selection` solves. Some values are available without being stored: values that enter the function,
+the loop's body or the call that the operation is in, values that a loop or call makes, and values
+that are made from parameters alone. JAX keeps all of these in any case.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from halfstep._policy import Operation, StoreRule
 from halfstep._preflight.target.accelerators import Accelerator
 from halfstep._program import Constant, Finder, Graph, Node, bind_again
 
-# A cut is worth what it keeps, if the backward pass of what lies before it needs so many times as
-# much: see `_anchors`.
+# A cut is worth the bytes that it keeps if the backward pass of the part before it needs this many
+# times as much: see `_anchors`.
 _WORTH = 3
 
 
@@ -52,11 +52,11 @@ class Place:
     seconds: float
     flops: float
     is_dear: bool
-    """Whether it costs much to recompute: a contraction, a kernel, a communication."""
+    """Whether it is expensive to recompute: a contraction, a kernel, a communication."""
     is_anchor: bool
-    """Whether it is stored so that what comes before and after it is recomputed apart."""
+    """Whether it is stored so that the parts before and after it are recomputed separately."""
     is_fixed: bool = False
-    """Whether a rule of the user's has decided about it."""
+    """Whether one of the user's rules has decided about it."""
 
     @property
     def node(self) -> Node:
@@ -69,7 +69,7 @@ class Place:
         return self.times * held_bytes(self.plan, self.node.outs)
 
     def aval(self, number: int) -> Any:
-        """One of its results, as it is kept."""
+        """Return the type of one of its results, as it is kept."""
         aval = self.plan.graph.avals[number]
         kind = self.plan.seen(number, len(self.plan.levels))
         dtype = held_dtype(aval, kind, self.plan.settings.compute)
@@ -77,9 +77,9 @@ class Place:
 
 
 EVERYTHING = StoreRule("recompute", op="*")
-"""With this rule as its last one, a policy leaves every choice that the others leave."""
+"""A policy with this as its last rule leaves open every choice that its other rules leave open."""
 Key = tuple[int, int]
-"""A value: which plan, and its number there."""
+"""A value: its plan, and its number there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Tape:
 
     Attributes:
         places: The operations, in an order in which they can run.
-        needed: The values that the backward pass reads, and that are not there anyway.
-        takes: Of each operation, the operands that are not there anyway.
+        needed: The values that the backward pass reads and that are not available anyway.
+        takes: For each operation, the operands that are not available anyway.
     """
 
     places: tuple[Place, ...]
@@ -97,17 +97,17 @@ class Tape:
     takes: tuple[tuple[Key, ...], ...]
 
     def makes(self, position: int) -> tuple[Key, ...]:
-        """The values that an operation makes."""
+        """Return the values that an operation makes."""
         place = self.places[position]
         return tuple((id(place.plan), number) for number in place.node.outs)
 
 
 def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
-    """Read off plans what could be stored.
+    """Read from plans which values could be stored.
 
     Args:
-        plans: Of the calls of a step, with `EVERYTHING` as the last rule for what is stored.
-        accelerator: Says how long operations take.
+        plans: The plans of the calls of a step, with `EVERYTHING` as the last store rule.
+        accelerator: The accelerator, which decides how long operations take.
     """
     finder = Finder()
     needs = functools.cache(_Needs)
@@ -117,7 +117,7 @@ def tape(plans: Sequence[Plan], accelerator: Accelerator) -> Tape:
     for plan, nodes, times, in_loop in _parts(plans):
         made = {number for index in nodes for number in plan.graph.nodes[index].outs}
         made -= {number for number in made if plan.kinds[number].is_weight}
-        # The user's rules come first: the values that they store are there.
+        # The user's rules come first: the values that they store are available.
         fixed = {index for index in nodes if _is_fixed(plan, index)}
         made -= {
             number
@@ -161,7 +161,10 @@ def _is_fixed(plan: Plan, index: int) -> bool:
 
 
 def _parts(plans: Sequence[Plan]) -> Iterator[tuple[Plan, tuple[int, ...], int, bool]]:
-    """What is recomputed together: operations of a plan, how often they run, whether in a loop."""
+    """Yield the operations that are recomputed together.
+
+    Each item has a plan, its operations, how often they run, and whether they are in a loop.
+    """
     for plan in plans:
         yield from _inside(plan, 1, Surroundings.WHOLE)
 
@@ -172,12 +175,13 @@ def _inside(
     in_loop = place is Surroundings.LOOP
     saves = plan.settings.saves
     if saves is not None and saves.is_own:
-        # The whole function's are those of a function that stores nothing, so they are not parted.
+        # The segments of the whole function are those of one that stores nothing, so they are not
+        # split.
         for unit in segments(plan, out_kinds(plan), place):
             if isinstance(unit, Segment):
                 yield plan, unit.nodes, times, in_loop
     elif saves is not None and saves.saves_anything:
-        # In the user's own `jax.checkpoint`.
+        # The plan is inside the user's own `jax.checkpoint`.
         alone = [index for index in range(len(plan.decisions)) if not is_apart(plan, index)]
         yield plan, tuple(alone), times, True
     for node, decision in zip(plan.graph.nodes, plan.decisions, strict=True):
@@ -188,11 +192,12 @@ def _inside(
 
 
 def _anchors(plan: Plan, nodes: Sequence[int], wanted: Sequence[set[int]]) -> set[int]:
-    """Operations to be stored, so that what is written out is recomputed in parts.
+    """Find operations to store, so that code outside loops is recomputed in parts.
 
-    The parts end where little goes on, such as a residual stream between layers. The more of them
-    there are, the more is stored at their ends, and the less is there while one is recomputed: of
-    all limits for what an end may store, that with the smallest sum of both is taken.
+    A part ends where few bytes are passed on, such as a residual stream between layers. With more
+    parts, more bytes are stored at their ends, and fewer are in use while one part is recomputed.
+    The bytes that an end may store are limited, and the limit with the smallest sum of both is
+    taken.
     """
     live = crossing(plan, nodes)
     dear = [plan.decisions[index].barrier for index in nodes]
@@ -212,13 +217,13 @@ def _anchors(plan: Plan, nodes: Sequence[int], wanted: Sequence[set[int]]) -> se
 def _cut(
     plan: Plan, live: Sequence[set[int]], wanted: Sequence[set[int]], ends: Sequence[int]
 ) -> tuple[set[int], int]:
-    """What is stored if parts end at some places, and the most bytes that one part needs."""
+    """Return the values stored if parts end at some places, and the most bytes a part needs."""
     kept: set[int] = set()
     largest = begin = 0
     for end in (*ends, len(wanted)):
         part = held_bytes(plan, set().union(*wanted[begin:end]) - kept)
         new = live[end] - kept if end < len(wanted) else set()
-        # A part that needs hardly more than it keeps at its end is worth nothing.
+        # A part that needs hardly more than it keeps at its end is not worth a cut.
         if end == len(wanted) or part >= _WORTH * held_bytes(plan, new):
             kept |= new
             largest, begin = max(largest, part), end
@@ -226,12 +231,12 @@ def _cut(
 
 
 def _lowest(plan: Plan, live: Sequence[set[int]], dear: Sequence[bool]) -> list[int]:
-    """Of all places between two dear operations, the one where the least goes on."""
+    """Find the place between each two expensive operations where the fewest bytes are passed on."""
     found: list[int] = []
     begin = 0
     for place in [place for place, is_dear in enumerate(dear) if is_dear]:
         if any(dear[:place]):
-            # Of several the last: after a sum, and not between its parts.
+            # If there are several, take the last: after a sum, and not between its parts.
             within = reversed(range(begin, place + 1))
             found.append(min(within, key=lambda x: held_bytes(plan, live[x])))
         begin = place + 1
@@ -239,10 +244,10 @@ def _lowest(plan: Plan, live: Sequence[set[int]], dear: Sequence[bool]) -> list[
 
 
 def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, float]:
-    """Seconds and FLOPs of contractions that running an operation again takes.
+    """Estimate the seconds, and the FLOPs of contractions, that running an operation again takes.
 
-    Other operations count an eighth of the time that writing their results takes: XLA fuses long
-    chains of them, and with what reads them.
+    An operation that is cheap to recompute counts an eighth of the time that writing its results
+    takes: XLA fuses long chains of such operations, and fuses them with their readers.
     """
     graph, node = plan.graph, plan.graph.nodes[index]
     ins = [graph.aval(operand) for operand in node.ins]
@@ -252,8 +257,8 @@ def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, floa
         return written / 8, 0.0
     count = operation_flops(node.name, node.params, ins, outs)
     if node.name.startswith("ragged_dot") and accelerator.platform == "cuda":
-        # XLA has no kernel for it on GPUs: every row meets the matrices of all groups, and what is
-        # not of its own group is masked. TPUs have one.
+        # XLA has no kernel for ragged dots on GPUs: every row meets the matrices of all groups, and
+        # everything outside its own group is masked. TPUs have such a kernel.
         count *= ins[2].shape[-1]
     name = np.dtype(plan.settings.compute).name
     rate = accelerator.peak_flops.get(name) or max(accelerator.peak_flops.values())
@@ -261,12 +266,12 @@ def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, floa
     return max(count / rate, written + read / accelerator.bandwidth), float(count)
 
 
-# What the derivative of an operation reads.
+# The values that the derivative of an operation reads.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An operation and the types of its operands; two that are bound alike are equal."""
+    """An operation and the types of its operands; calls that are bound alike are equal."""
 
     node: Node = dataclasses.field(compare=False)
     avals: tuple[Any, ...] = dataclasses.field(compare=False)
@@ -308,8 +313,8 @@ class _Needs:
         try:
             jaxpr = jax.make_jaxpr(_differentiated(node, moving))(*map(_as_shape, avals)).jaxpr
         except Exception:
-            # What cannot be bound apart from its program, such as a collective outside of its mesh,
-            # may read all of it.
+            # An operation that cannot be bound outside its program, such as a collective outside
+            # its mesh, may read all of its operands and results.
             return
         count = len(node.outs)
         self._read(jaxpr, jaxpr.outvars[:count], jaxpr.outvars[count:])
@@ -330,7 +335,7 @@ class _Needs:
         self.results = {i for i, var in enumerate(outs) if var in found and var in made}
 
     def values(self, node: Node) -> set[int]:
-        """The numbers of these values."""
+        """Return the numbers of the values that the derivative of an operation reads."""
         operands = [node.ins[position] for position in self.operands]
         results = {node.outs[position] for position in self.results}
         return results | {x for x in operands if not isinstance(x, Constant)}
@@ -344,7 +349,7 @@ def _differentiated(node: Node, moving: Sequence[int]) -> Callable[..., Any]:
                 given[position] = value
             return list(bind_again(node.primitive, dict(node.params), given))
 
-        # As in `explain`: the backward pass is a pytree whose leaves are what it has stored.
+        # As in `explain`: the backward pass is a pytree whose leaves are the residuals.
         return jax.vjp(of_moving, *(values[position] for position in moving))
 
     return stored

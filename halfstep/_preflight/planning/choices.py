@@ -1,4 +1,4 @@
-"""The choices that a program leaves: what may be stored in which form, as a problem to solve."""
+"""Turn a program's choices, which values to store in which form, into a problem to solve."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -13,22 +13,22 @@ from halfstep._preflight.planning.selection import Form, Problem, Recomputation,
 from halfstep._preflight.target.accelerators import Accelerator
 
 LOSSY: tuple[StoreOutcome, ...] = ("e4m3", "int4")
-# What encoding and decoding a value reads and writes, for each byte that it has in 16 bits: it is
-# read once, and its code of half a byte or less is written and read again.
+# Bytes that encoding and decoding a value read and write, per byte of the value in 16 bits: the
+# value is read once, and its code of half a byte or less is written and read again.
 _CODING = 1.5
-# Bytes a second between a device and its host, where nothing else is known: PCI Express 4.0 with
-# 16 lanes in one direction. An error here shifts when a value is offloaded and not recomputed.
+# Bytes per second between a device and its host, where nothing else is known: PCI Express 4.0 with
+# 16 lanes in one direction. An error here shifts when a value is offloaded instead of recomputed.
 _HOST_BANDWIDTH = 32e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What may be stored, and how.
+    """The values that may be stored, and how.
 
     Attributes:
-        groups: What rules tell apart.
-        families: Groups whose rules differ in their numbers only.
-        problem: The same as a problem to solve; its groups have the same order.
+        groups: Operations, as finely as rules can tell them apart.
+        families: Groups whose rules differ only in their numbers.
+        problem: The same choices as a problem to solve; its groups have the same order.
         tape: The operations.
     """
 
@@ -38,21 +38,21 @@ class Choices:
     tape: Tape
 
     def policy(self, base: Policy, chosen: Selection) -> Policy:
-        """A policy that stores what was selected."""
+        """Return a policy that stores the selected values."""
         outcomes: dict[int, StoreOutcome] = dict.fromkeys(range(len(self.groups)), "recompute")
         for number, form in chosen.stored.items():
             outcomes[number] = form.name
         return self.with_outcomes(base, outcomes)
 
     def with_outcomes(self, base: Policy, outcomes: Mapping[int, StoreOutcome]) -> Policy:
-        """A policy with an outcome for each of some groups."""
+        """Return a policy with an outcome for each of some groups."""
         rules: list[StoreRule] = []
         for family in self.families:
             given: dict[int, StoreOutcome] = {
                 number: outcomes[number] for number in family.groups if number in outcomes
             }
-            # One rule for all layers, where all of them have the same outcome. What is in no group
-            # is recomputed in any case.
+            # Write one rule for all layers if all of them have the same outcome. A value that is in
+            # no group is recomputed in any case.
             is_alike = len(given) == len(family.groups) and len(set(given.values())) == 1
             outcome = next(iter(given.values()), None)
             if is_alike and outcome is not None and (family.is_whole or outcome == "recompute"):
@@ -62,7 +62,7 @@ class Choices:
         return dataclasses.replace(base, stores=(*base.stores, *rules))
 
     def with_errors(self, errors: Mapping[tuple[int, str], float]) -> "Choices":
-        """The same, where each form of a group adds a squared error that was measured."""
+        """Return the same choices with the measured squared error that each form adds."""
         made = tuple(
             tuple(
                 dataclasses.replace(form, error=errors.get((number, form.name), form.error))
@@ -74,12 +74,12 @@ class Choices:
 
 
 def choices(tape: Tape, accelerator: Accelerator, *, lossy: Collection[str] = ()) -> Choices:
-    """What a program leaves to choose.
+    """Collect the choices that a program leaves open.
 
     Args:
-        tape: Its operations.
-        accelerator: Says how long reading and writing takes.
-        lossy: The forms of few bits that may be used.
+        tape: The operations of the program.
+        accelerator: The accelerator, which decides how long reading and writing takes.
+        lossy: The low-precision forms that may be used.
     """
     addresses = Addresses(tape.places)
     groups = addresses.groups
@@ -114,12 +114,12 @@ def _forms(
     places: list[Place], accelerator: Accelerator, lossy: Collection[str]
 ) -> tuple[Form, ...]:
     kept = sum(place.bytes for place in places)
-    # A contraction writes its result in any case. What XLA would fuse with its readers is written
-    # and read again only because it is stored.
+    # A contraction writes its result in any case. A value that XLA would fuse with its readers is
+    # written and read again only because it is stored.
     fused = sum(place.bytes for place in places if not place.is_dear)
     made = [Form("keep", kept, seconds=2 * fused / accelerator.bandwidth)]
     if any(place.is_anchor for place in places):
-        # All that comes after it is recomputed from it.
+        # Everything after an anchor is recomputed from it.
         return tuple(made)
     for code in LOSSY:
         if code not in lossy:
@@ -129,7 +129,7 @@ def _forms(
             for place in places
             for number in place.node.outs
         )
-        # Small values have no code, and short rows none of 4 bits.
+        # Small values have no code, and short rows have no 4-bit code.
         if held < made[-1].bytes:
             made.append(Form(code, held, seconds=_CODING * kept / accelerator.bandwidth))
     made.append(Form("offload", 0, 2 * kept / _HOST_BANDWIDTH, host_bytes=kept))

@@ -1,8 +1,8 @@
 """Measure the gradients that a training step computes, without changing the step.
 
-A step returns new parameters and not the gradients that they were made of. So each array that comes
-into a rewritten function passes an identity, whose derivative hands what comes back from behind to
-the host.
+A step returns new parameters, not the gradients that they were computed from. So each array that
+enters a rewritten function passes through an identity, whose derivative sends the incoming
+cotangent to the host.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 from halfstep._autocast import TracedCall, observed
 
 Gradients = dict[tuple[int, int], list[np.ndarray]]
-"""By the number of the call and the position of the array, one for each time that it ran."""
+"""Gradients by the number of the call and the position of the array, one for each run."""
 
 
 def gradients(step: Callable[..., Any], args: Sequence[Any]) -> Gradients:
@@ -38,7 +38,7 @@ def gradients(step: Callable[..., Any], args: Sequence[Any]) -> Gradients:
             for position, array in enumerate(arrays)
         ]
 
-    # Copies: a step may take the memory of what it is given.
+    # The step gets copies: it may reuse the memory of its arguments.
     given = jax.tree.map(
         lambda leaf: jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf, args
     )
@@ -62,10 +62,10 @@ def _tapped(array: Any, tell: Callable[[Any], None]) -> Any:
 
 
 def relative_error(got: Gradients, exact: Gradients) -> float:
-    """The distance of all gradients together from the exact ones, as a share of their length.
+    """Compute the distance of all gradients together from the exact ones, relative to their norm.
 
     Raises:
-        ValueError: If these are not the gradients of the same calls.
+        ValueError: If the two are not gradients of the same calls.
     """
     if not exact or {k: len(v) for k, v in got.items()} != {k: len(v) for k, v in exact.items()}:
         raise ValueError(

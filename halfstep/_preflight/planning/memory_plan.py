@@ -1,4 +1,4 @@
-"""The answer of `halfstep.plan`: a policy, and all that was compiled to find it."""
+"""Define the answer of `halfstep.plan`: a policy, and all candidates compiled to find it."""
 
 import dataclasses
 import html as escaping
@@ -23,15 +23,16 @@ class PlanCandidate:
         choice: The name of the step's maker, if there are several.
         policy: The policy.
         peak_bytes: The compiled peak; `None` if the compiler gave up before it knew.
-        estimated_bytes: What was expected before it was compiled; `None` for the first ones.
-        stored_bytes: What the backward pass is expected to keep of what rules name.
+        estimated_bytes: The peak that was expected before compiling; `None` for the first ones.
+        stored_bytes: Bytes that the backward pass is expected to keep, of the values that rules
+            name.
         recomputed_flops: FLOPs of contractions in the compiled program beyond those of the step
             that recomputes none.
         offloaded_bytes: Bytes in the host's memory.
-        seconds: What recomputing, encoding and moving is expected to take, in seconds of a device
-            that is used fully. It is for comparing candidates only.
+        seconds: Time that recomputing, encoding and moving values is expected to take, in seconds
+            of a fully used device. It is only for comparing candidates.
         fits: Whether the peak is within the budget.
-        versions: Of the compilers.
+        versions: Versions of the compilers.
 
     Example:
         ```python
@@ -64,7 +65,7 @@ class PlanCandidate:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "choice": self.choice,
             "policy": str(self.policy),
@@ -84,15 +85,15 @@ class MemoryPlan(Report):
     """A policy that keeps a step within a memory budget, and how it was found.
 
     Attributes:
-        target: What it was compiled for.
+        target: The target that the step was compiled for.
         budget_bytes: The budget, for each device.
-        chosen: The candidate that was taken.
-        front: Every candidate that was compiled, in this order.
+        chosen: The candidate that was chosen.
+        front: Every candidate that was compiled, in the order in which they were compiled.
         gradient_error: The largest distance of the gradients on a held-out batch from those of the
-            policy that stores all in 16 bits, as a share of their length; `None` if no batches
+            policy that stores everything in 16 bits, as a share of their norm; `None` if no batches
             were given.
-        next_bytes: The peak that is expected of the smallest candidate that is faster; `None` if
-            there is none.
+        next_bytes: The expected peak of the smallest candidate that is faster; `None` if no faster
+            one is known.
 
     Example:
         ```python
@@ -138,7 +139,7 @@ class MemoryPlan(Report):
 
     @property
     def choice(self) -> str:
-        """The name of the maker that was taken; empty if there is only one."""
+        """The name of the maker that was chosen; empty if there is only one."""
         return self.chosen.choice
 
     @property
@@ -148,7 +149,7 @@ class MemoryPlan(Report):
 
     @property
     def recomputed_flops(self) -> int:
-        """FLOPs of contractions that a step computes again."""
+        """FLOPs of contractions that a step recomputes."""
         return self.chosen.recomputed_flops
 
     @property
@@ -157,10 +158,10 @@ class MemoryPlan(Report):
         return self.chosen.offloaded_bytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy into a file that `Policy.load` reads, with what was found as comments.
+        """Write the policy to a file that `Policy.load` reads, with the findings as comments.
 
         Args:
-            path: The file; by custom, it ends with `.toml`.
+            path: The file; by convention, its name ends with `.toml`.
         """
         self.policy.save(path, notes=self._certificate)
 
@@ -199,7 +200,7 @@ class MemoryPlan(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "target": self.target,
             "budget_bytes": self.budget_bytes,
@@ -210,7 +211,7 @@ class MemoryPlan(Report):
         }
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw all candidates: what each recomputes, by its peak.
+        """Plot the FLOPs that each candidate recomputes against its peak.
 
         Args:
             path: Where to save the picture, if anywhere.
@@ -289,5 +290,5 @@ class MemoryPlan(Report):
 
 
 def _unit(most: int, units: tuple[tuple[str, int], ...]) -> tuple[str, int]:
-    """The first unit of which there is at least one, or the smallest."""
+    """Return the first unit that is not larger than the value, or the smallest unit."""
     return next((unit for unit in units if most >= unit[1]), units[-1])

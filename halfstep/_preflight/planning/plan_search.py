@@ -1,10 +1,10 @@
 """Search for a plan: select, compile, correct.
 
-What is stored is selected by a model of the program (`selection`), which knows the bytes of values
-and the time of operations, and nothing about how a compiler lays out memory. The compiler has the
-last word: each selection is compiled for the target, and where the peak is not what the model says,
-the bytes that the next selection may store are corrected. Peaks of selections of one program lie
-near a line over the bytes that they store, so that few compiles lead to the budget.
+A model of the program (`selection`) selects which values are stored. The model knows the bytes of
+values and the time of operations, and nothing about how a compiler lays out memory. The compiler
+has the last word: each selection is compiled for the target, and where the peak is not what the
+model says, the bytes that the next selection may store are corrected. The peaks of one program's
+selections are almost linear in the bytes that they store, so few compiles lead to the budget.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ MakeStep = Callable[[Policy], Step]
 _ENOUGH = 0.985
 # A candidate that takes more than this share of another's time is not called faster.
 _FASTER = 0.99
-# What is stored is guessed so much smaller than the line says: a peak above the budget is worth
-# nothing, one a little below it costs little.
+# The search aims below the budget by this share of it: a peak above the budget is useless, while a
+# peak slightly below the budget costs little.
 _CAUTION = 0.003
 _NOTHING = Selection({}, frozenset(), 0, 0, 0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What was asked for."""
+    """A request for a plan."""
 
     args: tuple[Any, ...]
     target: Target
@@ -63,15 +63,15 @@ class PlanRequest:
 
 
 def first_that_fits(makers: Mapping[str, MakeStep], request: PlanRequest, way: str) -> MemoryPlan:
-    """The plan of the first maker that has one.
+    """Return the plan of the first maker that has one.
 
     Args:
-        makers: Of steps, by name.
-        request: What was asked for.
-        way: Who makes the matrix products, as `preflight`'s `gemm`.
+        makers: Makers of steps, by name.
+        request: The request.
+        way: How matrix products are implemented, as in `preflight`'s `gemm`.
 
     Raises:
-        DoesNotFitError: If none has one.
+        DoesNotFitError: If no maker has a plan.
     """
     searches: list[_MakerSearch] = []
     for name, maker in makers.items():
@@ -80,7 +80,7 @@ def first_that_fits(makers: Mapping[str, MakeStep], request: PlanRequest, way: s
         if search.can_fit():
             chosen, error = search.find()
             front = [found for one in searches for found in one.candidates()]
-            # Its own candidates are the last ones.
+            # The candidates of this search are the last ones.
             number = len(front) - len(search.tried) + search.tried.index(chosen)
             return MemoryPlan(
                 request.target.name,
@@ -100,19 +100,19 @@ class _Compiled:
     policy: Policy
     entry: PreflightEntry
     selection: Selection
-    """What it stores beyond what the policy as it was given does."""
+    """The values that it stores in addition to those of the given policy."""
     guess: float | None = None
     """The peak that was expected."""
 
     @property
     def peak(self) -> int | None:
-        """The peak, as far as the compiler says; it is silent when it gives up."""
+        """The peak; `None` if the compiler gave up and did not say."""
         known = self.entry.peak_bytes
         return self.entry.peak.bytes if known is None and self.entry.peak is not None else known
 
     @property
     def known_peak(self) -> float:
-        """The same, infinite if there is none."""
+        """The peak, infinite if it is not known."""
         return math.inf if self.peak is None else self.peak
 
     @property
@@ -122,7 +122,7 @@ class _Compiled:
 
     @property
     def flops(self) -> int | None:
-        """Of all contractions of the step."""
+        """FLOPs of all contractions of the step."""
         counted = self.entry.contraction_flops()
         return None if counted is None else sum(counted.values())
 
@@ -137,7 +137,7 @@ class _MakerSearch:
         self.exact: dict[int, Gradients] = {}
         with self.observing() as plans:
             self.plain = self.compile(request.policy, _NOTHING)
-        # Rules may store what the user's own `jax.checkpoint` recomputes.
+        # Rules may store values that the user's own `jax.checkpoint` recomputes.
         self.is_recomputed = any(
             isinstance(owner.graph.nodes[index].structure, Remat)
             for plan in plans
@@ -146,28 +146,28 @@ class _MakerSearch:
         self.least: _Compiled | None = None
         self.budget = parse_budget(request.budget, usable=self.plain.entry.usable_bytes)
 
-    # What there is to choose.
+    # Choices.
 
     @functools.cached_property
     def offered(self) -> Choices:
-        """What the program leaves to choose; what few bits cost is measured if they may be used."""
+        """The choices that the program leaves open; `measured` adds the errors of low precision."""
         accelerator = self.request.target.accelerator
         is_lossy = self.request.max_error is not None
         base = self.request.policy
-        # Nothing is stored, so that every choice is left.
+        # Nothing is stored here, so that every choice is left open.
         with self.observing() as plans:
             self.prepare(dataclasses.replace(base, stores=(*base.stores, EVERYTHING)))
         return choices(tape(plans, accelerator), accelerator, lossy=LOSSY if is_lossy else ())
 
     @functools.cached_property
     def measured(self) -> Choices:
-        """The same, where each form of few bits has the error that it adds to the gradients."""
+        """The same choices, with the error that each low-precision form adds to the gradients."""
         offered = self.offered
         if self.request.max_error is None:
             return offered
         errors: dict[tuple[int, str], float] = {}
-        # A family at once, such as one product of all layers: to measure each by itself would take
-        # as many times as long. Errors of single values add up in squares.
+        # A family, such as one product of all layers, is measured at once: measuring each group by
+        # itself would take as many times as long. The squared errors of single values add up.
         for family in offered.families:
             for code in LOSSY:
                 having = [
@@ -200,7 +200,7 @@ class _MakerSearch:
         return prepare(case, [request.target], request.options)
 
     def compile(self, policy: Policy, found: Selection, guess: float | None = None) -> _Compiled:
-        """Compile a step; one that was compiled before is not compiled again."""
+        """Compile a step, unless it was compiled before."""
         known = next((one for one in self.tried if one.policy == policy), None)
         if known is not None:
             return known
@@ -213,17 +213,17 @@ class _MakerSearch:
         return made
 
     def fits(self, made: _Compiled) -> bool:
-        """Whether a candidate is within the budget."""
+        """Return whether a candidate is within the budget."""
         return made.known_peak <= self.budget
 
     # Searching.
 
     def can_fit(self) -> bool:
-        """Whether the policy fits as it is, or with as little stored as can be."""
+        """Return whether the policy fits as it is, or with as little stored as possible."""
         if self.fits(self.plain) and not self.is_recomputed:
             return True
         problem = self.offered.problem
-        # Without the solver's answer, what must be stored and nothing else.
+        # If the solver has no answer, only the required groups are stored.
         required = {number: problem.groups[number][0] for number in problem.required}
         found = select(problem, smallest=True, error=0.0) or selection(problem, required)
         self.least = self.compile(self.offered.policy(self.request.policy, found), found)
@@ -235,12 +235,12 @@ class _MakerSearch:
         return min(self.tried, key=lambda made: made.known_peak)
 
     def find(self) -> tuple[_Compiled, float | None]:
-        """The fastest candidate within the budget and the bound, and its error."""
+        """Find the fastest candidate within the budget and the error bound, and its error."""
         if self.least is None or not self.fits(self.least):
             return self.plain, self.error_of(self.plain)
         limit = self.request.max_error
-        # The sum of squares of what single forms add is an estimate: what was selected is measured,
-        # too, and the estimate is corrected by it.
+        # The sum of the squared errors of single forms is an estimate. So the selection is measured
+        # as well, and the estimate is corrected by the result.
         allowed = math.inf if limit is None else limit**2
         while True:
             chosen = self.fastest(self.least, allowed)
@@ -250,10 +250,10 @@ class _MakerSearch:
             allowed = 0.8 * (limit / error) ** 2 * min(allowed, chosen.selection.error)
 
     def fastest(self, least: _Compiled, allowed: float) -> _Compiled:
-        """The fastest candidate whose squared error is allowed, beginning with the smallest."""
+        """Find the fastest candidate whose squared error is allowed, starting at the smallest."""
         problem = self.measured.problem
         low, high = least, None
-        # Over several devices, values are divided by as many as share them.
+        # Over several devices, each device holds its part of the values.
         slope = 1 / max(least.entry.devices, 1)
         while len(self.tried) < self.left:
             room = (1 - _CAUTION) * self.budget - low.known_peak
@@ -268,7 +268,7 @@ class _MakerSearch:
             policy = self.measured.policy(self.request.policy, found)
             made = self.compile(policy, found, guess)
             if len(self.tried) == count:
-                # Nothing that is faster takes as little.
+                # No faster candidate takes as little memory.
                 break
             if not self.fits(made):
                 high = made
@@ -281,7 +281,7 @@ class _MakerSearch:
         return min(within, key=lambda one: (self.seconds(one), one.known_peak))
 
     def next_bytes(self, chosen: _Compiled) -> int | None:
-        """The peak that is expected of the smallest candidate that is faster."""
+        """Return the expected peak of the smallest candidate that is faster, if there is one."""
         least, limit = self.least, self.request.max_error
         if least is None or chosen is self.plain:
             return None
@@ -294,13 +294,14 @@ class _MakerSearch:
         if found is None:
             return None
         slope = _slope(least, chosen, 1 / max(least.entry.devices, 1))
-        # What was compiled and found too large is known better than by the line.
+        # If this candidate was compiled and found too large, its peak is known better than by the
+        # line.
         tried = [x.known_peak for x in self.tried[1:] if x.stored == found.bytes]
         guess = chosen.known_peak + slope * (found.bytes - chosen.stored)
         return int(max([guess, *tried]))
 
     def seconds(self, made: _Compiled) -> float:
-        """What a candidate takes longer than one that recomputes nothing, by the model."""
+        """Return how much longer a candidate takes than without recomputing, by the model."""
         # The user's own `jax.checkpoint` recomputes about as much as the smallest candidate.
         is_slow = made is self.plain and self.is_recomputed and self.least is not None
         return (self.least if is_slow and self.least else made).selection.seconds
@@ -308,12 +309,12 @@ class _MakerSearch:
     # Errors.
 
     def all_kept(self, outcomes: Mapping[int, StoreOutcome]) -> Policy:
-        """A policy that keeps everything in 16 bits but for some groups."""
+        """Return a policy that keeps everything in 16 bits except for some groups."""
         every: dict[int, StoreOutcome] = dict.fromkeys(range(len(self.offered.groups)), "keep")
         return self.offered.with_outcomes(self.request.policy, {**every, **outcomes})
 
     def error_on(self, number: int, policy: Policy) -> float:
-        """The error of a policy on a batch, compared with everything in 16 bits."""
+        """Measure the error of a policy on a batch, compared with everything in 16 bits."""
         batch = self.request.batches[number]
         # The maker is called each time: JAX would not trace the same step again.
         if number not in self.exact:
@@ -321,7 +322,7 @@ class _MakerSearch:
         return relative_error(gradients(self.maker(policy), batch), self.exact[number])
 
     def error_of(self, made: _Compiled) -> float | None:
-        """The largest error on a batch that was held out; `None` if there is none."""
+        """Measure the largest error on a held-out batch; `None` if no batch is held out."""
         held_out = range(1, len(self.request.batches))
         if not held_out or made is self.plain:
             return 0.0 if held_out else None
@@ -330,7 +331,7 @@ class _MakerSearch:
     # Answers.
 
     def candidates(self) -> list[PlanCandidate]:
-        """All that was compiled, as users see it."""
+        """Return all compiled candidates, as users see them."""
         base = self.flops_of_none
         return [
             PlanCandidate(
@@ -353,16 +354,17 @@ class _MakerSearch:
         """FLOPs of a step that recomputes no contraction."""
         counted = self.plain.flops
         least = self.least
-        # Of a step that recomputes by itself, and of one that the compiler gave up on, what the
-        # model says is recomputed by a candidate is taken off what the compiler counts in it.
+        # If the step recomputes by itself, or the compiler gave up on it, the smallest candidate is
+        # used: the FLOPs that it recomputes by the model are subtracted from those that the
+        # compiler counts in it.
         is_none = counted is not None and (least is None or not self.is_recomputed)
         if is_none or least is None or least.flops is None:
             return counted or 0
-        # The compiler counts what one device does, and the model the whole program.
+        # The compiler counts the FLOPs of one device, and the model those of the whole program.
         return least.flops - int(least.selection.flops / max(least.entry.devices, 1))
 
     def refusal(self) -> DoesNotFitError:
-        """An error with what the nearest candidate takes, and what would have to change."""
+        """Create an error that says what the nearest candidate takes, and what has to change."""
         nearest = self.nearest
         parts = sorted(nearest.entry.memory.items(), key=lambda item: -item[1])
         said = ", ".join(f"{size(amount)} {role}" for role, amount in parts if amount)
@@ -378,10 +380,10 @@ class _MakerSearch:
 
 
 def _slope(low: _Compiled, other: _Compiled, slope: float) -> float:
-    """How much the peak rises with what is stored, between two candidates.
+    """Compute how much the peak rises per stored byte, between two candidates.
 
-    A compiler that finds room in between would say that storing costs nothing: not below a third of
-    what it was.
+    The result is at least a third of the previous slope. If the compiler finds room in gaps,
+    storing would otherwise seem to cost nothing.
     """
     stored = other.stored - low.stored
     if not stored or math.isinf(other.known_peak):

@@ -1,4 +1,4 @@
-"""Define `halfstep.plan`: a memory budget in, a policy out."""
+"""Define `halfstep.plan`, which finds a policy for a memory budget."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,25 +40,26 @@ def plan(
     """Find a policy with which a training step fits into a memory budget, at the least cost.
 
     Each result of a contraction is kept in 16 bits for the backward pass, kept in 8 or 4 bits,
-    recomputed, or moved to the host. Which one is chosen by an integer program and proven by XLA's
-    compiler for the target, which need not be there.
+    recomputed, or moved to the host. An integer program makes this choice, and XLA's compiler for
+    the target proves that it fits. The target hardware need not be there.
 
     Args:
-        make_step: Given a policy, returns the training step, which uses it in `autocast` or in one
-            of the gradient functions. A mapping of names to such functions offers alternatives,
-            such as optimizers; the first one that can be made to fit is taken.
+        make_step: A function that takes a policy and returns the training step, which uses the
+            policy in `autocast` or in one of the gradient functions. A mapping of names to such
+            functions offers alternatives, such as optimizers; the first one that can be made to fit
+            is taken.
         args: The step's arguments: arrays, or `jax.ShapeDtypeStruct`s, in any trees.
-        target: What to compile for: `"h100"`, `"h100:8"`, `"v5e"`.
-        budget: For each device: bytes, `"5GiB"`, a share, or `None` for all that JAX takes.
-        policy: What to start from. It may have rules for what is stored, which stay the first ones.
-        max_gradient_error: The most that few bits may change the gradients, as a share of their
-            length. With `None` nothing is stored in fewer than 16 bits.
-        batches: Arguments of the step with real arrays, once for each batch: the first one is what
-            errors are measured on, the others are held out and tell whether the plan keeps the
-            bound. The step runs on them in this process. They may be smaller than `args`.
-        donate_argnums: Arguments whose memory the step may reuse, as `jax.jit` has it.
+        target: The target to compile for: `"h100"`, `"h100:8"`, `"v5e"`.
+        budget: The budget per device: bytes, `"5GiB"`, a share, or `None` for all that JAX takes.
+        policy: The policy to start from. Its own store rules, if any, stay first.
+        max_gradient_error: The most that low-precision storage may change the gradients, as a share
+            of their norm. With `None` nothing is stored in fewer than 16 bits.
+        batches: Arguments of the step with real arrays, once for each batch. Errors are measured on
+            the first batch. The others are held out and tell whether the plan keeps the bound. The
+            step runs on the batches in this process. They may be smaller than `args`.
+        donate_argnums: Arguments whose memory the step may reuse, as in `jax.jit`.
         compiles: The most programs to compile.
-        mesh: As in `preflight`, and so are all the others.
+        mesh: As in `preflight`, like all arguments that follow.
         shardings: As in `preflight`.
         memory_fraction: As in `preflight`.
         gemm: As in `preflight`.
@@ -68,11 +69,11 @@ def plan(
         progress: As in `preflight`.
 
     Returns:
-        The plan: `plan.policy` is what to train with.
+        The plan. Train with `plan.policy`.
 
     Raises:
         DoesNotFitError: If no plan is within the budget; the message has the nearest one.
-        PreflightError: If there is no answer, as in `preflight`.
+        PreflightError: If no answer is possible, as in `preflight`.
 
     Example:
         ```python

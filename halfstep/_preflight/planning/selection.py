@@ -1,20 +1,20 @@
-"""Select what is stored for the backward pass, and how: the fastest choice within a budget.
+"""Select which values to store for the backward pass, and how: the fastest choice in a budget.
 
-The backward pass needs some values of the forward pass. Each of them is stored, in one of several
-forms, or is made again by the operation that made it, whose own operands must then be there:
-stored, given as arguments, or made again themselves. This is an integer program:
+The backward pass needs some values of the forward pass. Each of them is stored in one of several
+forms, or recomputed by the operation that made it. The operands of a recomputed operation must be
+available as well: stored, given as arguments, or recomputed themselves. This is an integer program:
 
 - `stored[g, f]` is one if the values of group `g` are stored in form `f`. The values of a group are
   those that one rule of a policy addresses.
 - `again[o]` is one if operation `o` runs again.
 - Every value that the backward pass needs, and every operand of an operation that runs again, is
-  stored or made again.
-- The bytes of all that is stored, and the error that all forms add, are within their budgets.
-- The time of all that runs again, and of reading and writing the forms, is as small as it can be.
+  stored or recomputed.
+- The bytes of all stored values, and the error that all forms add, are within their budgets.
+- The time of all operations that run again, and of reading and writing the forms, is minimized.
 
-With a price on bytes instead of a budget it would be a minimum cut, which linear programs solve
-without any branching. The budgets only cut off corners of that, so HiGHS, the solver in SciPy,
-branches little: a body with hundreds of operations takes well under a second.
+With a price on bytes instead of a budget, the problem would be a minimum cut, which linear programs
+solve without any branching. The budgets only cut off corners of that problem, so HiGHS, the solver
+in SciPy, branches little: a body with hundreds of operations takes well under a second.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ import numpy as np
 
 from halfstep._policy import StoreOutcome
 
-# Within this share of the optimum a selection is good enough: a compiler moves the peak by more.
+# A selection within this share of the optimum is good enough: a compiler moves the peak by more.
 GOOD_ENOUGH = 1e-3
 _SECONDS = 20.0
 
@@ -36,11 +36,11 @@ class Form:
     """One way to store a group of values.
 
     Attributes:
-        name: The outcome of the rule that stores a value so.
-        bytes: What it takes on the device.
-        seconds: What writing and reading it takes, more than the value itself.
-        error: What it adds to the squared relative error of the gradient.
-        host_bytes: What it takes on the host.
+        name: The outcome of the rule that stores a value in this form.
+        bytes: Bytes that it takes on the device.
+        seconds: Time that writing and reading it takes, in addition to the value itself.
+        error: The amount that it adds to the squared relative error of the gradient.
+        host_bytes: Bytes that it takes on the host.
     """
 
     name: StoreOutcome
@@ -52,13 +52,13 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputation:
-    """An operation that makes values of others, and may run again.
+    """An operation that computes values from others, and may run again.
 
     Attributes:
         takes: Its operands, by number.
         makes: Its results, by number.
-        seconds: What running it again takes.
-        flops: Of its contractions.
+        seconds: Time that running it again takes.
+        flops: FLOPs of its contractions.
         is_pure: Whether it may run again at all.
     """
 
@@ -71,13 +71,13 @@ class Recomputation:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What there is to select from.
+    """The operations and forms to select from.
 
     Attributes:
-        operations: In an order in which they can run.
+        operations: The operations, in an order in which they can run.
         groups: The forms of each group.
         group_of: The group of each value, by number; `None` for a value that is not stored by
-            itself: an argument, which is there, or a value that is always made again.
+            itself: an argument, which is available anyway, or a value that is always recomputed.
         needed: The values that the backward pass reads.
         required: The groups that are stored in any case.
     """
@@ -90,7 +90,7 @@ class Problem:
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:
-        """The operation that makes each value; arguments have none."""
+        """The operation that makes each value; arguments are not in it."""
         return {
             value: index
             for index, operation in enumerate(self.operations)
@@ -100,17 +100,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What is stored, and what runs again.
+    """The groups that are stored, and the operations that run again.
 
     Attributes:
         stored: The form of each group that is stored, by its number.
         again: The operations that run again.
-        bytes: That all forms take on the device.
-        host_bytes: The same, on the host.
-        seconds: That all of it takes.
-        flops: Of the contractions that run again.
-        error: That all forms add, as a squared relative error.
-        gap: How far this may be from the best one, as a share of its time.
+        bytes: Bytes that all forms take on the device.
+        host_bytes: Bytes that all forms take on the host.
+        seconds: Time that the forms and the operations that run again take together.
+        flops: FLOPs of the contractions that run again.
+        error: The squared relative error that all forms add.
+        gap: How far this selection may be from the best one, as a share of its time.
     """
 
     stored: dict[int, Form]
@@ -135,15 +135,15 @@ def select(
     """Select the fastest forms within budgets.
 
     Args:
-        problem: What there is to select from.
+        problem: The operations and forms to select from.
         memory: The most bytes that may be stored on the device.
         error: The most that forms may add to the squared relative error.
-        time: The most seconds that all of it may take.
-        smallest: Whether to select the fewest bytes instead, of those the fastest.
+        time: The most seconds that the selection may take.
+        smallest: Whether to select the fewest bytes instead, and the fastest among equals.
         gap: How far the answer may be from the optimum, as a share of it.
 
     Returns:
-        The selection; `None` if there is none within these budgets.
+        The selection; `None` if no selection is within these budgets.
     """
     # JAX requires SciPy, and imports little of it.
     from scipy.optimize import Bounds, milp
@@ -165,7 +165,7 @@ def select(
         ([form.error for _, form in forms], error),
         (seconds.tolist(), time),
     ):
-        # As shares of the sum: HiGHS lets a row be off by an absolute tolerance.
+        # Amounts become shares of their sum: HiGHS lets a row be off by an absolute tolerance.
         unit = sum(amount)
         if limit < unit:
             terms = [(i, value / unit) for i, value in enumerate(amount) if value]
@@ -177,7 +177,7 @@ def select(
         if not operation.is_pure:
             upper[len(forms) + number] = 0
     sizes = np.array([form.bytes for _, form in forms] + [0] * len(problem.operations), float)
-    # Of two choices that take the same time the smaller one, and the other way round.
+    # Among choices that take the same time, prefer the smaller one, and the other way round.
     first, second = (sizes, seconds) if smallest else (seconds, sizes)
     objective = first / max(float(np.max(first, initial=0.0)), 1e-30)
     objective += 1e-6 * second / max(float(np.sum(second)), 1e-30)
@@ -199,10 +199,10 @@ def select(
 
 
 def selection(problem: Problem, stored: dict[int, Form], *, gap: float = 0.0) -> Selection:
-    """What follows from storing some groups: what has to run again, and what all of it takes.
+    """Work out which operations run again if some groups are stored, and what all of it costs.
 
     Raises:
-        ValueError: If a value that is needed is neither stored nor can be made again.
+        ValueError: If a needed value is not stored and cannot be recomputed.
     """
     maker = problem.maker
     again: set[int] = set()
@@ -233,7 +233,7 @@ def selection(problem: Problem, stored: dict[int, Form], *, gap: float = 0.0) ->
 
 
 def _demands(problem: Problem) -> Iterable[tuple[int, int | None]]:
-    """Values that must be there, each with the operation that needs it.
+    """Yield the values that must be available, each with the operation that needs it.
 
     `None` stands for the backward pass.
     """
@@ -247,7 +247,7 @@ def _demands(problem: Problem) -> Iterable[tuple[int, int | None]]:
 def _providers(
     problem: Problem, place: dict[tuple[int, str], int], offset: int, value: int
 ) -> list[int] | None:
-    """The variables of which one must be one for a value to be there; `None` for an argument."""
+    """Return the variables that provide a value if one of them is 1; `None` for an argument."""
     index = problem.maker.get(value)
     if index is None:
         return None
@@ -257,7 +257,7 @@ def _providers(
 
 
 class _Rows:
-    """Linear constraints, as they are collected."""
+    """Collects linear constraints."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -266,7 +266,7 @@ class _Rows:
         self.upper: list[float] = []
 
     def at_least(self, providers: list[int] | None, needing: int | None, offset: int) -> None:
-        """One of the providers is one, if the operation that needs them runs again."""
+        """Require one of the providers to be 1 if the operation that needs them runs again."""
         if providers is None:
             return
         terms = [(column, 1.0) for column in providers]
@@ -275,7 +275,7 @@ class _Rows:
         self._add(terms, 1.0 if needing is None else 0.0, np.inf)
 
     def between(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        """A sum has limits."""
+        """Require a sum to be within limits."""
         if terms:
             self._add(terms, lower, upper)
 
@@ -286,7 +286,7 @@ class _Rows:
         self.upper.append(upper)
 
     def constraint(self) -> list[Any]:
-        """All rows as one constraint."""
+        """Return all rows as one constraint."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import coo_array
 

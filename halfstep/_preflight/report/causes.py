@@ -1,6 +1,6 @@
 """Say why two entries differ, as far as their figures show it.
 
-A sentence is made only of figures that both reports have. What no figure shows is not guessed.
+Sentences use only figures that both reports have. A cause that no figure shows is not guessed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ _SETTINGS = ("version of ", "flag ", "GPU matrix products by")
 def causes(
     before: PreflightEntry, after: PreflightEntry, changes: Sequence[Change]
 ) -> tuple[str, ...]:
-    """Sentences about causes, the most specific last."""
+    """Return sentences about causes, the most specific last."""
     return (
         *_program_or_compiler(before, after, changes),
         *_peak(before, after),
@@ -29,7 +29,7 @@ def causes(
 def _program_or_compiler(
     before: PreflightEntry, after: PreflightEntry, changes: Sequence[Change]
 ) -> Iterator[str]:
-    """Return whether the step is another one, or what compiles it."""
+    """Say whether the step has changed, or the compiler and its settings."""
     settings = [change for change in changes if change.what.startswith(_SETTINGS)]
     others = len(settings) < len(changes)
     ours = [change for change in settings if change.what == HALFSTEP]
@@ -47,7 +47,7 @@ def _program_or_compiler(
         yield f"The compiler or its settings differ: {named}."
     if before.program is None or after.program is None:
         return
-    # The fingerprint does not know about donation, which is said to the compiler apart.
+    # The fingerprint does not include donation, which the compiler is told separately.
     donated = [[one.donated for one in entry.arguments or ()] for entry in (before, after)]
     same = before.program == after.program and donated[0] == donated[1]
     if same and settings and others:
@@ -90,7 +90,7 @@ def _donation(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]:
         if lost > 0:
             yield f"Outputs take the place of {size(lost)} fewer arguments: a donation was lost."
         return
-    # Donated arrays that became smaller, or went away, have taken their outputs with them.
+    # If donated arrays became smaller, or were removed, so were the outputs in their place.
     donated = [
         sum(one.bytes for one in side if one.donated)
         for side in (before.arguments, after.arguments)
@@ -120,7 +120,7 @@ def _temporaries(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]
     if before.temp_bytes is None or after.temp_bytes is None:
         return
     grown = after.memory.get(TEMPORARIES, 0) - before.memory.get(TEMPORARIES, 0)
-    # At the peak first; all that is allocated only if nothing changed there.
+    # Compare the temporaries at the peak. Only if they are the same, compare all that is allocated.
     grown = grown or after.temp_bytes - before.temp_bytes
     if before.products is not None and after.products is not None:
         old, new = recomputed(before.products), recomputed(after.products)
@@ -157,7 +157,7 @@ def _f8(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]:
 
 
 def _wire(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]:
-    """A kind of collective whose dtype differs and whose count does not."""
+    """Name each kind of collective whose dtype differs and whose count does not."""
     if before.collectives is None or after.collectives is None:
         return
     both = before.collectives, after.collectives
@@ -166,7 +166,7 @@ def _wire(before: PreflightEntry, after: PreflightEntry) -> Iterator[str]:
         moved = {d: new.get(d, 0) - old.get(d, 0) for d in {*old, *new}}
         less = [d for d, n in moved.items() if n < 0]
         more = [d for d, n in moved.items() if n > 0]
-        # Only a clean exchange is said to be one: as many more of one dtype as less of another.
+        # Only a clean exchange is reported: as many more of one dtype as fewer of another.
         if len(less) == len(more) == 1 and not sum(moved.values()):
             yield f"{moved[more[0]]} {kind} in {more[0]} instead of {less[0]}."
 

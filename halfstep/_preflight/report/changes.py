@@ -15,7 +15,7 @@ Unit = Literal["bytes", "FLOP", "count", "seconds", "text"]
 Value = int | float | str | None
 
 RECOMPUTED = "rematted_computation"
-"""The scope in which `jax.checkpoint` writes what it recomputes in the backward pass."""
+"""The scope of the operations that `jax.checkpoint` recomputes in the backward pass."""
 
 HALFSTEP = "version of halfstep"
 
@@ -28,9 +28,9 @@ class Change:
         what: The figure, such as `peak`, `memory: temporaries` or `all-gather bfloat16`.
         before: Its value in the earlier report; `None` if the report does not have it.
         after: Its value in the later report; `None` if the report does not have it.
-        unit: What the values are: `bytes`, `FLOP`, `count`, `seconds` or `text`.
-        bytes: The bytes by which a change of `text` changes the memory: of an argument's dtype,
-            say.
+        unit: The unit of the values: `bytes`, `FLOP`, `count`, `seconds` or `text`.
+        bytes: The bytes by which a change of `text`, such as an argument's dtype, changes the
+            memory.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def difference(self) -> int | float | None:
-        """After minus before; `None` if the values are no numbers."""
+        """After minus before; `None` if the values are not numbers."""
         if isinstance(self.before, int | float) and isinstance(self.after, int | float):
             return self.after - self.before
         return None
@@ -65,14 +65,14 @@ class Change:
         if not isinstance(before, int | float) or not before or not self.after:
             return text
         share = difference / before
-        # Beyond tenfold a percentage is harder to read than the two figures beside it.
+        # Beyond tenfold, a percentage is harder to read than the two figures next to it.
         if share > 10:
             return text
         return f"{text} ({'+' if share > 0 else '-'}{percent(abs(share))})"
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """Sorts the peak first, then memory by bytes, then counts by share, then words."""
+        """The sort key: the peak first, then memory by bytes, then counts by share, then words."""
         if self.what in ("fits", "peak"):
             return 0, float(self.what == "peak"), self.what
         difference = self.difference if self.unit == "bytes" else self.bytes
@@ -80,13 +80,13 @@ class Change:
             return 1, -float(abs(difference)), self.what
         if self.difference is None:
             return 3, 0.0, self.what
-        # A count that comes from nothing, or falls to it, is a larger change than any share.
+        # A count that rises from zero, or falls to zero, is a larger change than any share.
         low = min(abs(float(self.before or 0)), abs(float(self.after or 0)))
         return 2, -abs(self.difference) / low if low else -float("inf"), self.what
 
 
 def signed(shown: Callable[[int | float], str], value: int | float) -> str:
-    """A difference with its sign: `+1.50 GiB`, `-24`."""
+    """Format a difference with its sign: `+1.50 GiB`, `-24`."""
     return f"{'+' if value > 0 else '-' if value < 0 else ''}{shown(abs(value))}"
 
 
@@ -102,7 +102,7 @@ _UNITS: Mapping[str, Callable[[int | float], str]] = types.MappingProxyType(
 
 
 def changes(before: PreflightEntry, after: PreflightEntry) -> tuple[Change, ...]:
-    """Every figure that both entries have and that differs, the largest changes first."""
+    """Find every figure that both entries have and that differs, the largest changes first."""
     found = [*_figures(before, after), *_counts(before, after), *_settings(before, after)]
     if before.arguments is not None and after.arguments is not None:
         found += _arguments(before.arguments, after.arguments)
@@ -133,7 +133,7 @@ def _figures(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]:
             continue
         change = Change(what, old, new, unit)
         at_peak = Change(what, before.memory.get(what), after.memory.get(what), unit)
-        # Most often what is allocated is what is there at the peak, and one row is enough.
+        # Most often all allocated memory is in use at the peak, and one row is enough.
         if change.texts != at_peak.texts:
             yield change
     if before.peak_bytes is not None and after.peak_bytes is not None:
@@ -155,7 +155,7 @@ def _each(
     after: Mapping[str, int] | Mapping[str, float],
     unit: Unit,
 ) -> Iterator[Change]:
-    """The values of two mappings that differ. A name that is on one side only is 0 on the other."""
+    """Yield the values of two mappings that differ. A name that is missing on one side is 0."""
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name, 0), after.get(name, 0)
         if old != new:
@@ -163,7 +163,7 @@ def _each(
 
 
 def _computed(entry: PreflightEntry) -> dict[str, int]:
-    """What lies at the peak by role, but for arguments: those are rows of the memory already."""
+    """Return the bytes at the peak by role, except arguments: they are already rows of `memory`."""
     found = {} if entry.peak is None else entry.peak.by("role")
     return {role: size for role, size in found.items() if role not in entry.memory}
 
@@ -217,9 +217,9 @@ def recomputed(products: tuple[Product, ...]) -> int:
 
 
 def _products(before: tuple[Product, ...], after: tuple[Product, ...]) -> Iterator[Change]:
-    """Products of the same shapes with other dtypes.
+    """Yield products of the same shapes whose dtypes differ.
 
-    Names and lines are no keys: a new release of JAX can write other names, and an edit moves
+    Names and lines are not keys: a new release of JAX can write other names, and an edit moves
     lines. They are shown as they are in the later report.
     """
     old, new = _by_shape(before), _by_shape(after)
@@ -232,7 +232,7 @@ def _products(before: tuple[Product, ...], after: tuple[Product, ...]) -> Iterat
 
 
 def _by_shape(products: tuple[Product, ...]) -> dict[str, tuple[Counter[str], dict[str, str]]]:
-    """Dtypes and their counts by shapes, and a place of each."""
+    """Collect dtypes and their counts by shapes, and a place of each."""
     found: dict[str, tuple[Counter[str], dict[str, str]]] = {}
     for product in products:
         sides = [side.partition("[") for side in (product.lhs, product.rhs, product.out)]
@@ -256,9 +256,10 @@ def _settings(before: PreflightEntry, after: PreflightEntry) -> Iterator[Change]
     yield from _words("flag {}", _flags(before), _flags(after))
     if before.versions and after.versions:
         found = _words("version of {}", before.versions, after.versions)
-        # The first reports did not say which halfstep wrote them; that is not compared.
+        # The first reports did not say which halfstep wrote them; then versions of halfstep are not
+        # compared.
         yield from (c for c in found if c.what != HALFSTEP or None not in (c.before, c.after))
-    # Kernels that are not counted are compared by themselves.
+    # Kernels that are not counted are compared separately.
     notes = [
         {note: note for note in entry.notes if not note.startswith("kernels whose FLOPs")}
         for entry in (before, after)
@@ -281,9 +282,9 @@ def _words(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> It
 
 
 def _arguments(before: tuple[Argument, ...], after: tuple[Argument, ...]) -> Iterator[Change]:
-    """Arguments that differ. Arrays that change in the same way are one row."""
+    """Yield arguments that differ. Arrays that change in the same way are one row."""
     old, new = ({one.name: one for one in side} for side in (before, after))
-    # All leaves of an optimizer change in the same way when its dtype does, and are one line.
+    # If the dtype of an optimizer changes, all its leaves change in the same way and are one row.
     groups: dict[tuple[str, str | None, str | None], list[tuple[str, int]]] = {}
     for name in dict.fromkeys([*old, *new]):
         was, now = old.get(name), new.get(name)
@@ -307,6 +308,6 @@ def _arguments(before: tuple[Argument, ...], after: tuple[Argument, ...]) -> Ite
 
 def _shown(argument: Argument, *, shape: bool, bytes: bool) -> str:
     dims = f"[{','.join(map(str, argument.shape))}]" if shape else ""
-    # The same array in other parts: only its bytes on a device tell.
+    # The same array is sharded differently: only its bytes on a device show it.
     part = f", {size(argument.bytes)} on a device" if bytes else ""
     return f"{argument.dtype}{dims}{part}{', donated' if argument.donated else ''}"

@@ -24,12 +24,12 @@ Key = Literal["role", "scope", "source", "array"]
 
 @dataclasses.dataclass(frozen=True)
 class PeakBuffer:
-    """Memory that is taken at the peak: buffers of the same role, shape and place in the source.
+    """Memory in use at the peak: buffers of the same role, shape and place in the source.
 
     Attributes:
-        bytes: Bytes of all of them on one device, with the padding of their layout.
-        count: How many there are.
-        role: What they are for: `parameters`, `optimizer state`, `batch` or `other` of an argument,
+        bytes: Bytes of all these buffers on one device, with the padding of their layout.
+        count: The number of buffers.
+        role: Their purpose: `parameters`, `optimizer state`, `batch` or `other` for an argument,
             else `residuals`, `gradients`, `collective buffers`, `temporaries`, `outputs`,
             `constants` or `program code`.
         array: Dtype and shape of one of them, such as `bfloat16[8,1024]`.
@@ -69,34 +69,35 @@ class PeakBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """What lies in a device's memory when the most of it is in use.
+    """The contents of a device's memory at its peak use.
 
-    It comes from XLA's buffer assignment, which says where each value of the compiled program lies
+    They come from XLA's buffer assignment, which says where each value of the compiled program lies
     and until when. `sum(buffer.bytes for buffer in buffers) + sum(rest.values()) == bytes`.
 
     How roles are decided: arguments are `parameters`, `optimizer state`, `batch` or `other` as in
-    the rest of the report, also while the step keeps something else in the place of a donated one.
-    Of what the step computes,
+    the rest of the report, also while the step keeps another value in the place of a donated
+    argument. Among the values that the step computes,
 
     - `collective buffers` are written by a collective: an all-gather, a reduce-scatter ...
-    - `residuals` are written before the backward pass and read by it: what `jax.checkpoint` decides
-      about, and also masks and 16-bit copies of weights.
-    - `gradients` are written in the backward pass and read outside of it, by the update.
-    - `outputs` take the place of no argument.
-    - `temporaries` are all else: what one pass computes and reads itself, and workspaces.
+    - `residuals` are written before the backward pass and read by it: the values that
+      `jax.checkpoint` decides about, and also masks and 16-bit copies of weights.
+    - `gradients` are written in the backward pass and read outside it, by the update.
+    - `outputs` do not take the place of an argument.
+    - `temporaries` are everything else: values that one pass both computes and reads, and
+      workspaces.
 
     The backward pass is known by the names that JAX gives to operations under `jax.grad`. So a
     backward pass that is written by hand counts as forward, a sum of gradients over microbatches
-    counts as temporary, a fusion counts by the operation that makes its result, and of equal
-    operations that the compiler has merged the name of one is left.
+    counts as temporary, and a fusion counts by the operation that makes its result. If the compiler
+    has merged equal operations, only one of their names is left.
 
     Attributes:
-        bytes: The peak; the entry's `peak_bytes` where that is known.
-        buffers: What lies there, the largest first.
+        bytes: The peak; the entry's `peak_bytes` if it is known.
+        buffers: The buffers in memory, the largest first.
         rest: Bytes of the peak that no buffer explains, by reason. On a GPU there are none: the
-            buffers add up to XLA:GPU's peak. XLA:TPU's figure of temporaries also has the gaps that
-            it leaves between buffers, and memory that is in no buffer assignment and that it says
-            nothing about.
+            buffers add up to XLA:GPU's peak. XLA:TPU's figure of temporaries also includes the gaps
+            that it leaves between buffers, and memory that is in no buffer assignment and that it
+            does not explain.
         at: The operation that runs at the peak, with its line.
 
     Example:
@@ -137,18 +138,18 @@ class Peak:
 
     @property
     def attributed(self) -> float:
-        """The share of the peak of which the argument, the operation or the line is known."""
+        """The share of the peak whose argument, operation or line is known."""
         known = sum(buffer.bytes for buffer in self.buffers if buffer.attributed)
         return known / self.bytes if self.bytes else 1.0
 
     @property
     def unattributed(self) -> dict[str, int]:
-        """The other bytes, by reason: `rest`, and buffers that have neither name nor line."""
+        """The remaining bytes, by reason: `rest`, and buffers that have neither name nor line."""
         unnamed = sum(buffer.bytes for buffer in self.buffers if not buffer.attributed)
         return {**self.rest, **({UNNAMED: unnamed} if unnamed else {})}
 
     def by(self, key: Key) -> dict[str, int]:
-        """Bytes by `"role"`, `"scope"` (layer), `"source"` (line) or `"array"`, the most first.
+        """Sum bytes by `"role"`, `"scope"` (layer), `"source"` (line) or `"array"`, the most first.
 
         Arguments have no scope and no line: their bytes are under `""` there.
         """
@@ -166,30 +167,32 @@ def make_peak(
     peak_bytes: int | None,
     code_bytes: int = 0,
 ) -> Peak | None:
-    """Say what fills the peak.
+    """Describe what fills the peak.
 
     Args:
         dumped: The compiler's buffer assignment.
         arguments: The step's arguments, in the order of the program's.
-        on_tpu: Whether it is of XLA:TPU.
+        on_tpu: Whether the compiler is XLA:TPU.
         peak_bytes: The peak by the compiler's figures, which the result adds up to; `None` if there
             are none.
-        code_bytes: The bytes of the program itself, where they are in the peak.
+        code_bytes: The bytes of the program itself, if the peak includes them.
 
     Returns:
-        `None` if the compiler has not written a buffer assignment, or if it cannot be read.
+        The peak; `None` if the compiler has not written a buffer assignment, or if it cannot be
+        read.
     """
     if not dumped:
         return None
     try:
         assignment = decode(dumped)
-    # A compiler of another version may write it differently. All other figures are there without.
+    # A compiler of another version may write the assignment differently. All other figures are
+    # available without it.
     except ValueError:
         return None
     live = live_buffers(assignment, on_tpu=on_tpu)
     buffers = _merged([_described(assignment, live, arguments), _code(code_bytes)])
     known = sum(buffer.bytes for buffer in buffers)
-    # XLA:GPU's peak is that of the live values; of a TPU the whole allocation counts.
+    # XLA:GPU's peak is that of the live values; on a TPU the whole allocation counts.
     gaps = live.gaps if on_tpu else 0
     total = known + gaps if peak_bytes is None else peak_bytes
     rest = {GAPS: gaps, UNLISTED: total - known - gaps}
@@ -236,9 +239,9 @@ def _argument(
 
 
 def _given(parameter: HloNode | None, arguments: Sequence[Argument]) -> Argument | None:
-    """The argument that a parameter of the program is.
+    """Find the argument that a parameter of the program stands for.
 
-    JAX leaves out arguments that are not used, and names the others by their number: `args[7]`.
+    JAX leaves out unused arguments, and names the others by their number: `args[7]`.
     """
     digits = "" if parameter is None else parameter.op_name[len("args[") : -1]
     if digits.isdecimal() and int(digits) < len(arguments):
@@ -260,7 +263,7 @@ def _computed(buffer: LiveBuffer, roles: BufferRoles, arguments: Sequence[Argume
         instruction=use.instruction,
     )
     if use.origin.opcode == "parameter":
-        # A copy that the compiler has made of an argument.
+        # The buffer is a copy that the compiler has made of an argument.
         given = _given(use.origin, arguments)
         return made if given is None else dataclasses.replace(made, name=given.name)
     origin = read(use.origin.op_name)
@@ -277,7 +280,7 @@ def _code(count: int) -> list[PeakBuffer]:
 
 
 def _merged(parts: Sequence[Sequence[PeakBuffer]]) -> tuple[PeakBuffer, ...]:
-    """Buffers that differ only in the instruction are one row, the largest first."""
+    """Merge buffers that differ only in the instruction into one row, and sort by size."""
     found: dict[PeakBuffer, list[PeakBuffer]] = {}
     for buffer in (one for part in parts for one in part):
         key = dataclasses.replace(buffer, bytes=0, instruction="")

@@ -16,7 +16,7 @@ from halfstep._preflight.report.roles import BATCH, OPTIMIZER, OTHER, PARAMETERS
 _LARGEST = 10
 _HEADINGS = ("bytes", "of peak", "role", "what", "scope", "line")
 _NUMBERS = (True, True, False, False, False, False)
-# Told apart also by readers who do not see all colors (Okabe and Ito's palette).
+# Color-blind readers can also tell these colors apart (Okabe and Ito's palette).
 _COLORS: Mapping[str, str] = MappingProxyType(
     {
         PARAMETERS: "#0072B2",
@@ -47,7 +47,7 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PeakReport(Report):
-    """What fills the peak of every step and target of a report.
+    """The memory at the peak of every step and target of a report.
 
     `print(report.peak)` shows the ten largest groups of each; `report["h100"].peak` has all.
 
@@ -78,17 +78,17 @@ class PeakReport(Report):
 
     def _repr_html_(self) -> str:
         parts = "".join(_html(entry) for entry in self.entries)
-        # Wider than a narrow window: it scrolls, and the page does not.
+        # If the table is wider than the window, the table scrolls and the page does not.
         return f'<div style="overflow-x:auto">{parts}</div>'
 
     def to_dict(self) -> dict[str, Any]:
-        """All buffers of every entry as plain values, with the bytes by role, scope and line."""
+        """Return every entry's buffers as plain values, with the bytes by role, scope and line."""
         return {"entries": [_plain(entry) for entry in self.entries]}
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the largest groups of each entry as bars, into a PNG (or PDF, SVG) file.
 
-        Needs matplotlib, which `pip install "halfstep[plot]"` brings.
+        Needs matplotlib, which `pip install "halfstep[plot]"` installs.
         """
         drawn = [(entry, entry.peak) for entry in self.entries if entry.peak is not None]
         figure = figure_of("a report")
@@ -100,7 +100,7 @@ class PeakReport(Report):
 
 
 def largest(peak: Peak) -> str:
-    """The largest group that is not an argument, on a line; empty if there is none."""
+    """Describe the largest group that is not an argument, on one line; empty if none is left."""
     for group in _groups(peak):
         if group.role in (RESIDUALS, GRADIENTS, TEMPORARIES, COLLECTIVES):
             where = group.source or group.scope
@@ -121,7 +121,7 @@ def _groups(peak: Peak) -> list[_Group]:
 
 
 def _what(buffers: Sequence[PeakBuffer]) -> str:
-    """The largest array of a group, and how many others there are."""
+    """Describe the largest array of a group, and count the others."""
     first, others = buffers[0], sum(one.count for one in buffers[1:])
     if not first.array:
         return ABSENT

@@ -12,14 +12,14 @@ from halfstep._preflight.report.changes import FIGURES, Change, changes
 from halfstep._preflight.report.preflight_entry import PreflightEntry
 
 _MOST = 40
-"""Rows of one entry that are printed; JSON has all."""
+"""The most rows of one entry that are printed; JSON has all of them."""
 
 _HEADINGS = ("what", "before", "after", "change")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class EntryComparison:
-    """What changed in one step on one target.
+    """The changes in one step on one target.
 
     Attributes:
         before: The entry of the earlier report.
@@ -42,11 +42,11 @@ class EntryComparison:
         old, new = self.before.peak_bytes, self.after.peak_bytes
         if old is None or new is None:
             return None
-        # A peak of nothing cannot grow by a share; any growth counts as all of it.
+        # A peak of zero cannot grow by a share; any growth counts as 100 %.
         return (new - old) / old if old else float(new > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """All changes as plain values."""
+        """Return all changes as plain values."""
         return {
             "target": self.after.target,
             "variant": self.after.variant,
@@ -61,13 +61,13 @@ class EntryComparison:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PreflightComparison(Report):
-    """What changed between two reports; `report.compare(before)` makes one.
+    """The changes between two reports; `report.compare(before)` makes a comparison.
 
-    `print(comparison)` shows a table, a notebook the same as HTML.
+    `print(comparison)` shows a table, and a notebook shows the same as HTML.
 
     Attributes:
-        entries: The entries that both reports have. They are matched by target and step; where each
-            report has one step only, the steps' names may differ.
+        entries: The entries that both reports have. They are matched by target and step; if each
+            report has only one step, the steps' names may differ.
         only_before: Target and step of entries that only the earlier report has.
         only_after: Target and step of entries that only the later report has.
 
@@ -100,7 +100,7 @@ class PreflightComparison(Report):
 
     @property
     def changed(self) -> bool:
-        """Whether anything differs, entries that only one report has included."""
+        """Whether anything differs, including entries that only one report has."""
         alone = self.only_before or self.only_after
         return bool(alone) or any(entry.changes for entry in self.entries)
 
@@ -122,11 +122,11 @@ class PreflightComparison(Report):
             parts.append(html_table(cells[0], cells[1:], self._good()))
         lines = [escaping.escape(line) for line in self._lines()]
         parts.append(f"<p>{'<br>'.join(lines)}</p>")
-        # Wider than a narrow window: it scrolls, and the page does not.
+        # If the table is wider than the window, the table scrolls and the page does not.
         return '<div style="overflow-x:auto">' + "".join(parts) + "</div>"
 
     def to_dict(self) -> dict[str, Any]:
-        """All changes as plain values."""
+        """Return all changes as plain values."""
         return {
             "changed": self.changed,
             "entries": [entry.to_dict() for entry in self.entries],
@@ -145,7 +145,7 @@ class PreflightComparison(Report):
             peak: The growth of the peak that is allowed, as a share: 0.05 for 5 %.
 
         Raises:
-            LintError: With every entry that is worse.
+            LintError: If an entry is worse. The message has every such entry.
         """
         lines = [
             f"{_named(target, step)} is not in the later report. Compile it again, or save a new "
@@ -157,7 +157,7 @@ class PreflightComparison(Report):
             raise LintError("\n".join(lines))
 
     def _rows(self) -> list[list[str]]:
-        """The table with its headings; empty if nothing differs."""
+        """Return the table with its headings; empty if nothing differs."""
         changed = [entry for entry in self.entries if entry.changes]
         several = [len({entry.after.target for entry in self.entries}) > 1]
         several += [len({entry.after.variant for entry in self.entries}) > 1]
@@ -171,7 +171,7 @@ class PreflightComparison(Report):
         return [[*heads, *_HEADINGS], *rows] if rows else []
 
     def _good(self) -> list[bool]:
-        """For each row whether it may be black: not the peak that grew, nor a fit that is lost."""
+        """Return for each row whether it may be black: no peak that grew, no fit that was lost."""
         return [
             not (
                 (change.what == "peak" and (change.difference or 0) > 0)
@@ -264,7 +264,7 @@ def _worse(entry: EntryComparison, allowed: float | int) -> str:
     growth = entry.peak_growth
     if before.fits and not after.fits:
         return f"{named} does not fit any more: {size(after.usable_bytes)} are usable."
-    # A compiler that gave up says no peak. It must not pass for one that did not grow.
+    # A compiler that gave up gives no peak. This must not pass for a peak that did not grow.
     if growth is None and before.peak_bytes is not None:
         return f"{named} has no peak in the later report: {'; '.join(after.notes)}."
     if growth is None or growth <= allowed:

@@ -23,48 +23,49 @@ class PreflightEntry:
     """One step, compiled for one target. All figures are for one device.
 
     A figure that the compiler does not give is `None`. When a TPU's compiler gives up because the
-    memory is too small, all that it says is in `notes`, and `fits` is false.
+    memory is too small, its message is in `notes`, and `fits` is false.
 
     Attributes:
-        target: What it was compiled for.
-        variant: Which step.
+        target: The target that the step was compiled for.
+        variant: The name of the step.
         devices: How many devices the step is for.
-        fits: Whether the peak is at most what is usable.
+        fits: Whether the peak is at most the usable memory.
         capacity_bytes: The device's memory.
-        usable_bytes: What JAX takes of it: by default three quarters on a GPU, all of it on a TPU.
+        usable_bytes: The memory that JAX takes: by default three quarters on a GPU, all on a TPU.
         peak_bytes: The most memory in use at a time: arguments, outputs and temporaries.
-        argument_bytes: What is there before the step: parameters, optimizer state, batch.
-        output_bytes: What the step returns, with what takes the place of arguments.
-        alias_bytes: Outputs that take the place of donated arguments.
-        temp_bytes: What the step needs in between; most of it is kept for the backward pass.
+        argument_bytes: Bytes in use before the step: parameters, optimizer state, batch.
+        output_bytes: Bytes that the step returns, with those that take the place of arguments.
+        alias_bytes: Bytes of outputs that take the place of donated arguments.
+        temp_bytes: Bytes that the step needs in between; most are kept for the backward pass.
         memory: The peak by role: parameters, optimizer state, batch, other, outputs, temporaries
             ...
         contractions: FLOPs of matrix products and convolutions in the optimized program, by dtype.
-        products: The same one by one: dtypes, shapes, scope and line, the most FLOPs first. Lines
-            are those of when the program was compiled; an answer from the cache can have old ones.
-        f8_units: Whether the target has units for products in 8 bits.
-        uncounted: Kernels that may compute and whose FLOPs nobody can tell from outside: name and
+        products: The same contractions one by one: dtypes, shapes, scope and line, the most FLOPs
+            first. Lines are from when the program was compiled; an answer from the cache can have
+            old ones.
+        f8_units: Whether the target has fp8 units.
+        uncounted: Kernels that may compute and whose FLOPs cannot be told from outside: name and
             count.
-        collectives: What is sent between devices, by kind and dtype.
+        collectives: The data that is sent between devices, by kind and dtype.
         traffic_bytes: Bytes that the optimized program's kernels read and write.
-        roofline: A lower bound of the step's time. Not a measurement, and not an estimate.
+        roofline: A lower bound on the step's time. It is not a measurement, and not an estimate.
         estimates: The compiler's own cost model, where it has one (TPU) and where it is not
             negative.
-        gemm: On a GPU, who makes the matrix products: `"triton"` (XLA's own) or `"library"`
-            (cuBLAS).
+        gemm: On a GPU, which kernels compute the matrix products: `"triton"` (XLA's own) or
+            `"library"` (cuBLAS).
         flags: The flags that XLA was given.
-        versions: Of halfstep, of JAX and of the compilers.
-        notes: What else is to be known: kernels that are not counted, what a compiler said.
+        versions: The versions of halfstep, JAX and the compilers.
+        notes: Remarks: kernels that are not counted, messages of a compiler.
         hlo: The optimized program as text; empty in a report that was loaded.
         arguments: The arrays that the step is given: name, role, dtype, shape, bytes, donated.
             `None` in a report that was saved before halfstep kept them.
         program: A fingerprint of the program that the compiler was given. Two entries with the same
-            one differ by what the compiler does. `None` as above.
+            fingerprint differ by what the compiler does. `None` as above.
         written: Bytes that the optimized program's kernels write, by dtype. `None` as above.
-        peak: What lies in memory at the peak, by role, scope and line, from the compiler's buffer
-            assignment; also of a step that a TPU's compiler gave up on. `None` as above, or if the
-            compiler does not say.
-        host_bytes: What the step keeps in the host's memory. `None` as above.
+        peak: The contents of the memory at the peak, by role, scope and line, from the compiler's
+            buffer assignment; also for a step that a TPU's compiler gave up on. `None` as above, or
+            if the compiler does not say.
+        host_bytes: Bytes that the step keeps in the host's memory. `None` as above.
 
     Example:
         ```python
@@ -126,7 +127,7 @@ class PreflightEntry:
         return None if self.products is None else f8_count(self.products, units=self.f8_units)
 
     def contraction_flops(self) -> dict[str, int] | None:
-        """FLOPs by the dtype of the operands, `"bfloat16"`, or both, `"bfloat16 x float32"`."""
+        """Sum FLOPs by the operands' dtype, `"bfloat16"`, or by both, `"bfloat16 x float32"`."""
         if self.contractions is None:
             return None
         total: dict[str, int] = {}
@@ -137,13 +138,13 @@ class PreflightEntry:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the program's text, as plain values for JSON."""
+        """Return everything except the program's text, as plain values for JSON."""
         made = dataclasses.asdict(dataclasses.replace(self, hlo=""))
         del made["hlo"]
         made["headroom"] = self.headroom
         made["contraction_flops"] = self.contraction_flops()
         made["f8"] = None if self.f8 is None else dataclasses.asdict(self.f8)
-        # `asdict` has fields only; what readers of the JSON ask for first is computed.
+        # `asdict` has only fields; readers of the JSON look first for these computed values.
         for shown, product in zip(made["products"] or (), self.products or (), strict=True):
             shown |= {"in_f8": product.in_f8, "why_not": product.why_not}
         if self.roofline is not None:
@@ -163,7 +164,7 @@ def make_entry(
     arguments: tuple[Argument, ...],
     memory_fraction: float | None,
 ) -> PreflightEntry:
-    """Put together what the compiler said and what its program shows."""
+    """Make an entry from what the compiler said and what its program shows."""
     accelerator = target.accelerator
     fraction = accelerator.memory_fraction if memory_fraction is None else memory_fraction
     usable = int(accelerator.memory_bytes * fraction)
@@ -189,19 +190,21 @@ def make_entry(
     given, outputs = said["argument_size_in_bytes"], said["output_size_in_bytes"]
     alias, temporary = said["alias_size_in_bytes"], said["temp_size_in_bytes"]
     code = said.get("generated_code_size_in_bytes", 0)
-    # Within 2 % of what XLA:GPU says where it says it.
+    # This sum is within 2 % of XLA:GPU's own figure, where it gives one.
     peak = given + outputs - alias + temporary + code
     if accelerator.platform == "cuda":
-        # XLA:TPU's figure of this name leaves out and takes in other memories than the device's.
+        # XLA:TPU's figure of this name leaves out and includes memories other than the device's.
         peak = said.get("peak_memory_in_bytes") or peak
     host = sum(value for name, value in said.items() if name.startswith("host_"))
     analysis = analyze(compiled.hlo)
     parts = dict(roles)
-    # A TPU stores arrays in tiles, float32 in 8 by 128: few columns take more than their elements.
+    # A TPU stores arrays in tiles, float32 in 8 by 128: an array with few columns takes more than
+    # its elements.
     parts[PADDING] = max(0, given - sum(roles.values()))
     parts[OUTPUTS] = outputs - alias
     parts[CODE] = code
-    # The rest, so that the parts add up to the peak: a bar of the plot is as long as its figure.
+    # Temporaries are the rest, so that the parts add up to the peak: a bar of the plot is as long
+    # as its figure.
     parts[TEMPORARIES] = max(0, peak - sum(parts.values()))
     return PreflightEntry(
         **common,
@@ -219,7 +222,7 @@ def make_entry(
         traffic_bytes=analysis.traffic_bytes,
         written=analysis.written,
         roofline=roofline(analysis, accelerator),
-        # The cost model of XLA:TPU says negative numbers of some programs.
+        # The cost model of XLA:TPU gives negative numbers for some programs.
         estimates={name: value for name, value in compiled.estimates.items() if value > 0},
         notes=tuple(_notes(analysis, host)),
         host_bytes=host,
@@ -234,7 +237,7 @@ def make_entry(
 
 
 def _refused(common: dict[str, Any], compiled: CompilerAnswer, why: str) -> PreflightEntry:
-    """The entry of a step for which the compiler found no place: no program, few figures."""
+    """Make the entry of a step that the compiler could not fit: no program, few figures."""
     arguments = common["arguments"]
     return PreflightEntry(
         **common,

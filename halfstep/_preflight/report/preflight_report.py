@@ -16,10 +16,10 @@ from halfstep._preflight.report.saved import load
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PreflightReport(Report):
-    """What the compilers say about a step, for each target and variant.
+    """The compilers' answers about a step, for each target and variant.
 
-    `print(report)` shows a table, a notebook the same as HTML; `report["h100"]` is one entry, or
-    `report["h100", "bf16"]` where there are several variants.
+    `print(report)` shows a table, and a notebook shows the same as HTML. `report["h100"]` is one
+    entry, or `report["h100", "bf16"]` if there are several variants.
 
     Example:
         ```python
@@ -55,7 +55,7 @@ class PreflightReport(Report):
 
     @property
     def peak(self) -> PeakReport:
-        """What fills the peak of every entry: `print(report.peak)` shows the largest groups."""
+        """The memory at the peak of every entry: `print(report.peak)` shows the largest groups."""
         return PeakReport(self.entries)
 
     def __getitem__(self, key: str | tuple[str, str]) -> PreflightEntry:
@@ -84,11 +84,11 @@ class PreflightReport(Report):
         return html(self.entries)
 
     def detail(self) -> str:
-        """Every figure of every entry, as text."""
+        """Return every figure of every entry, as text."""
         return "\n\n".join(f"{detail(entry)}\n\n{PeakReport((entry,))}" for entry in self.entries)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain values."""
+        """Return all figures as plain values."""
         return {"entries": [entry.to_dict() for entry in self.entries]}
 
     @staticmethod
@@ -97,7 +97,7 @@ class PreflightReport(Report):
         """Read a report that `to_json` or `halfstep preflight --json FILE` has written.
 
         The text of the programs is not in the file. Reports of older versions can lack other
-        figures, which are `None` then.
+        figures, which are then `None`.
 
         Args:
             path: The file.
@@ -169,7 +169,7 @@ class PreflightReport(Report):
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the memory of each entry by role, as stacked bars, into a PNG (or PDF, SVG) file.
 
-        Needs matplotlib, which `pip install "halfstep[plot]"` brings.
+        Needs matplotlib, which `pip install "halfstep[plot]"` installs.
         """
         plot(self.entries, path)
 
@@ -177,8 +177,8 @@ class PreflightReport(Report):
         """Raise unless every entry fits; for scripts and CI.
 
         Raises:
-            DoesNotFitError: With what each entry that does not fit needs, what is there, and what
-                takes the most.
+            DoesNotFitError: If an entry does not fit. The message says for each such entry how much
+                it needs, how much is usable, and what takes the most.
         """
         lines = [_shortage(entry) for entry in self.entries if not entry.fits]
         if lines:
@@ -186,18 +186,20 @@ class PreflightReport(Report):
 
     @checked
     def check(self, *, f8: float | int) -> None:
-        """Raise unless enough is in 8 bits, in every entry; for tests and CI.
+        """Raise unless enough products are in 8 bits, in every entry; for tests and CI.
 
-        Eligible are the products that a policy's recipe makes, forward and backward, and what else
-        has operands of 8 bits. What a recipe leaves out is not asked for: `explain` has a check for
-        that. A step without any such product, and a target without units for them, miss.
+        Eligible are the products that a policy's recipe makes, forward and backward, and all other
+        products with 8-bit operands. Products that a recipe leaves out are not required: `explain`
+        has a check for them. A step without any eligible product fails the check, and so does a
+        target without fp8 units.
 
         Args:
             f8: The share of the eligible contractions' FLOPs that has to be in 8 bits (or 4) in the
                 compiled program.
 
         Raises:
-            LintError: With every product that misses: its line, shapes, scope, and why.
+            LintError: If the share is too small. The message has every eligible product that is not
+                in 8 bits: its line, shapes, scope, and why.
         """
         check_share("f8", f8)
         lines = [miss for entry in self.entries if (miss := f8_miss(entry, f8))]
@@ -221,7 +223,8 @@ def _shortage(entry: PreflightEntry) -> str:
         "outputs": "donating the arguments that the outputs replace (donate_argnums)",
     }.get(largest, "a larger target")
     over = entry.peak_bytes - entry.usable_bytes
-    # JAX preallocates a part of the memory. What fits on the device may not fit into that part.
+    # JAX preallocates a part of the memory. A step that fits on the device may not fit into that
+    # part.
     share = ""
     if entry.peak_bytes <= entry.capacity_bytes:
         share = (
@@ -236,6 +239,6 @@ def _shortage(entry: PreflightEntry) -> str:
 
 
 def _filled(entry: PreflightEntry) -> str:
-    """What takes the most of what the step computes."""
+    """Name the largest buffers that the step computes."""
     found = "" if entry.peak is None else largest(entry.peak)
     return f" The largest at the peak are {found}; print(report.peak) shows more." if found else ""

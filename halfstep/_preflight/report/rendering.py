@@ -18,14 +18,14 @@ from halfstep._preflight.report.roles import BATCH, OPTIMIZER, OTHER, PARAMETERS
 
 
 def bound(entry: PreflightEntry) -> str:
-    """The roofline's bound, marked as one."""
+    """Format the roofline's bound, marked as a bound."""
     if entry.roofline is None:
         return ABSENT
     return f">= {seconds(entry.roofline.bound_seconds)} ({entry.roofline.limit})"
 
 
 def precision(entry: PreflightEntry) -> str:
-    """In which dtypes the contractions run, by share of the FLOPs."""
+    """List the dtypes in which the contractions run, by share of the FLOPs."""
     by_dtype = entry.contraction_flops()
     if by_dtype is None:
         return ABSENT
@@ -47,24 +47,24 @@ COLUMNS: tuple[tuple[str, bool, Callable[[PreflightEntry], str]], ...] = (
     ("time bound", True, bound),
     ("contractions in", False, precision),
 )
-"""Heading, whether it is a number, and how a cell is made."""
+"""Heading, whether the column is a number, and how a cell is made."""
 
 
 def table(entries: Sequence[PreflightEntry]) -> str:
-    """One line an entry, then what crosses the wire, then what is to be known about it."""
+    """Format one line per entry, then the collectives, then notes on how to read the figures."""
     tables = [aligned([head, *rows], numbers) for head, numbers, rows, _ in _tables(entries)]
     return "\n".join(["\n\n".join(tables), "", *_footnotes(entries)])
 
 
 def html(entries: Sequence[PreflightEntry]) -> str:
-    """The same figures as the text, with colors of its own for nothing but what does not fit."""
+    """Format the same figures as the text; only entries that do not fit have a color."""
     parts = [
         html_table(_with(head, numbers), [_with(row, numbers) for row in rows], good)
         for head, numbers, rows, good in _tables(entries)
     ]
     lines = [escaping.escape(line) for line in _footnotes(entries)]
     parts.append(f"<p>{'<br>'.join(lines)}</p>")
-    # Wider than a narrow window: it scrolls, and the page does not.
+    # If the table is wider than the window, the table scrolls and the page does not.
     return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
 
@@ -75,7 +75,7 @@ def _with(cells: Sequence[str], numbers: Sequence[bool]) -> list[tuple[str, bool
 def _tables(
     entries: Sequence[PreflightEntry],
 ) -> Iterator[tuple[list[str], list[bool], list[list[str]], list[bool]]]:
-    """Headings, which columns are numbers, rows, and which rows are good, of each table."""
+    """Yield each table: headings, which columns are numbers, rows, and which rows are good."""
     # A single variant needs no name.
     several = len({entry.variant for entry in entries}) > 1
     shown = [column for column in COLUMNS if column[0] != "step" or several]
@@ -114,7 +114,7 @@ def _few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[
         units = "" if found.units else no_units(entry.target)
         counts = f"{found.count} of {found.total} contractions"
         rows.append([entry.target, entry.variant, counts, percent(found.flops), "", units])
-        # Ordered by FLOPs already, so the first ones are those that matter.
+        # The products are ordered by FLOPs already, so the first ones matter most.
         others = [product for product in entry.products if not product.in_f8]
         total = sum(product.flops for product in entry.products) or 1
         for product in others[:most]:
@@ -131,7 +131,7 @@ def _few_bits(entries: Sequence[PreflightEntry], *, most: int = 6) -> list[list[
 
 
 def _footnotes(entries: Sequence[PreflightEntry]) -> list[str]:
-    """Say how the figures are to be read."""
+    """Say how to read the figures."""
     lines = ["Compiled, not run; figures are for one device."]
     if any(entry.roofline is not None for entry in entries):
         lines.append("The time bound is a roofline: no run can be faster, most are slower.")
@@ -143,7 +143,7 @@ def _footnotes(entries: Sequence[PreflightEntry]) -> list[str]:
 
 
 def detail(entry: PreflightEntry) -> str:
-    """Every figure of an entry, one a line."""
+    """Format every figure of an entry, one per line."""
     pairs = [(heading, cell(entry)) for heading, _, cell in COLUMNS]
     pairs += [("devices", str(entry.devices))]
     pairs += [
@@ -176,7 +176,7 @@ def detail(entry: PreflightEntry) -> str:
 
 
 def f8_miss(entry: PreflightEntry, share: float | int) -> str:
-    """Say what is not in 8 bits though it has to be; empty if enough is."""
+    """List the products that have to be in 8 bits and are not; empty if enough are."""
     name = f"{entry.variant} on {entry.target}"
     required = f"required: {percent(share)} of the eligible contractions' FLOPs in fp8"
     found = entry.f8
@@ -196,7 +196,8 @@ def f8_miss(entry: PreflightEntry, share: float | int) -> str:
 
 
 def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
-    # Rounded, and multiplied in 16 bits, on purpose: no choice of the compiler's changes it.
+    # These products are rounded, and multiplied in 16 bits, on purpose: no choice of the compiler
+    # changes that.
     if all(ROUNDED in product.name for product in missed):
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
@@ -209,7 +210,7 @@ def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
 
 # The picture.
 
-# Told apart also by readers who do not see all colors (Okabe and Ito's palette).
+# Color-blind readers can also tell these colors apart (Okabe and Ito's palette).
 _COLORS = (
     (PARAMETERS, "#0072B2"),
     (OPTIMIZER, "#56B4E9"),
@@ -223,7 +224,7 @@ _COLORS = (
 
 
 def plot(entries: Sequence[PreflightEntry], path: str | os.PathLike[str]) -> None:
-    """Draw entries into a file."""
+    """Draw the memory of entries into a file."""
     figure = figure_of("a report")
     largest = max(sum(entry.memory.values()) for entry in entries)
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
@@ -237,7 +238,8 @@ def plot(entries: Sequence[PreflightEntry], path: str | os.PathLike[str]) -> Non
             axes.barh(rows, widths, left=starts, color=color, label=role, height=0.68)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
     limits = [entry.usable_bytes / scale for entry in entries]
-    # A limit far off the scale would press all bars together; the label tells it then.
+    # A limit far off the scale would press all bars together, so it is left out; the label says
+    # whether the step fits.
     right = (max(starts) or 1.0) * 1.25
     near = [limit <= right * 1.6 for limit in limits]
     if any(near):
@@ -245,7 +247,7 @@ def plot(entries: Sequence[PreflightEntry], path: str | os.PathLike[str]) -> Non
     for row, (entry, end, limit, at) in enumerate(zip(entries, starts, limits, near, strict=True)):
         text = f" {size(entry.peak_bytes)}" + ("" if entry.fits else "  does not fit")
         if entry.temp_bytes is None:
-            # Only what is known is drawn: the arguments.
+            # Only the arguments are known, so only they are drawn.
             text = "  does not fit: the compiler gave up"
         axes.text(
             end, row, text, va="center", fontsize=9, color="black" if entry.fits else "#b00020"

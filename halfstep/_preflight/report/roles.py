@@ -18,7 +18,7 @@ BATCH = "batch"
 OTHER = "other"
 ROLES: tuple[str, ...] = (PARAMETERS, OPTIMIZER, BATCH, OTHER)
 
-# Whole names, not parts of them: `x` is a batch, but `max_len` is not, although it has an x.
+# Whole names match, not parts of them: `x` is a batch, but `max_len` is not, although it has an x.
 _NAMES = (
     (OPTIMIZER, re.compile(r"opt|opts|optim|optimizer|(opt|optim|optimizer)_?states?")),
     (
@@ -43,7 +43,7 @@ class Argument:
 
     Attributes:
         name: Its path from the name of the step's argument, `params['up']`.
-        role: What it is for: `parameters`, `optimizer state`, `batch` or `other`.
+        role: Its purpose: `parameters`, `optimizer state`, `batch` or `other`.
         dtype: Its dtype, such as `float32`.
         shape: Its shape over all devices.
         bytes: Bytes on one device.
@@ -59,7 +59,7 @@ class Argument:
 
 
 def roles(arguments: Sequence[Argument]) -> dict[str, int]:
-    """Bytes a device holds for each role."""
+    """Sum the bytes that a device holds for each role."""
     total: dict[str, int] = dict.fromkeys(ROLES, 0)
     for argument in arguments:
         total[argument.role] += argument.bytes
@@ -72,16 +72,17 @@ def arguments(
     leaves: Sequence[ArgumentLeaf],
     given: Mapping[str, str] | None = None,
 ) -> tuple[Argument, ...]:
-    """Every array that a step is given, with its role.
+    """List every array that a step is given, with its role.
 
     An optimizer's state is known by Optax's types, or by a name such as `opt_state` anywhere on the
-    path; parameters and batch by the outermost name that says so (`state.params`, `batch`), or, if
-    no name does, an Equinox module is parameters. All else is `other`: keys, counters, statistics.
+    path. Parameters and batch are known by the outermost name that says so (`state.params`,
+    `batch`). If no name does, an Equinox module counts as parameters. Everything else is `other`:
+    keys, counters, statistics.
 
     Args:
         step: The step, for the names of its arguments.
         args: Its arguments.
-        leaves: The arrays in them.
+        leaves: The arrays in the arguments.
         given: Roles by argument name, which win over all guesses.
     """
     names = argument_names(step, len(args))
@@ -113,7 +114,8 @@ def _by_name(components: Sequence[str]) -> str | None:
         for role, pattern in _NAMES
         if pattern.fullmatch(component.lower())
     ]
-    # Anywhere on the path, because moments repeat the parameters' own names: `opt_state.mu.params`.
+    # The name counts anywhere on the path, because moments repeat the parameters' own names:
+    # `opt_state.mu.params`.
     if OPTIMIZER in found:
         return OPTIMIZER
     return found[0] if found else None
@@ -121,8 +123,8 @@ def _by_name(components: Sequence[str]) -> str | None:
 
 def _paths_below_optax(arg: object) -> list[tuple[Any, ...]]:
     def is_state(node: object) -> bool:
-        # By the module: Optax's states have no common type, and those of other libraries have
-        # names.
+        # The module tells: Optax's states have no common type, and states of other libraries are
+        # known by their names.
         return type(node).__module__.split(".")[0] == "optax"
 
     pairs = jtu.tree_leaves_with_path(arg, is_leaf=is_state)

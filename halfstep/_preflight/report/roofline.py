@@ -16,14 +16,13 @@ ASSUMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """A lower bound of the time of a step. No run can be faster; most are a good deal slower.
+    """A lower bound on the time of a step. No run can be faster; most are a good deal slower.
 
     Attributes:
-        compute_seconds: All contractions at their peak rates.
-        memory_seconds: What no cache can hold, moved at the peak bandwidth.
-        uncounted: Contractions whose rate the target's data sheet does not give; they count no
-            time.
-        assumes: What the bound takes for granted.
+        compute_seconds: The time of all contractions at their peak rates.
+        memory_seconds: The time to move all bytes that no cache can hold, at the peak bandwidth.
+        uncounted: Contractions whose rate the target's data sheet does not give; they add no time.
+        assumes: The assumptions of the bound.
     """
 
     compute_seconds: float
@@ -38,12 +37,12 @@ class Roofline:
 
     @property
     def limit(self) -> str:
-        """What bounds: `"compute"` or `"memory"`."""
+        """The limiting resource: `"compute"` or `"memory"`."""
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
 
 def roofline(analysis: Analysis, accelerator: Accelerator) -> Roofline:
-    """The bound of an optimized program on an accelerator."""
+    """Compute the bound of an optimized program on an accelerator."""
     seconds, uncounted = 0.0, []
     for contraction in analysis.contractions:
         rate = peak_rate(contraction, accelerator)
@@ -56,8 +55,9 @@ def roofline(analysis: Analysis, accelerator: Accelerator) -> Roofline:
 
 
 def peak_rate(contraction: Contraction, accelerator: Accelerator) -> float | None:
-    """The fastest that the accelerator can do such a contraction, in FLOP/s."""
-    # The faster of both: a mixed product may run in either format, and this is a lower bound.
+    """Return the highest rate of such a contraction on the accelerator, in FLOP/s."""
+    # The faster of both formats counts: a mixed product may run in either, and the time is a lower
+    # bound.
     rates = [
         rate
         for operand in (contraction.lhs, contraction.rhs)
@@ -69,7 +69,7 @@ def peak_rate(contraction: Contraction, accelerator: Accelerator) -> float | Non
 def _rates(dtype: str, accelerator: Accelerator) -> Sequence[float]:
     peaks = accelerator.peak_flops
     if dtype.startswith("float8"):
-        # Without units for 8 bits, operands are widened to 16 first.
+        # Without fp8 units, operands are widened to 16 bits first.
         names = ("float8", "bfloat16", "float16")
     elif dtype == "float32":
         # Under JAX's default precision float32 operands are multiplied as TF32 on NVIDIA's tensor

@@ -22,18 +22,18 @@ LIMIT = 64 * 2**20
 
 # No device has this much of anything, and much larger integers cannot be shown as floats.
 _LARGEST = 2**100
-# Absent in a report by an older halfstep, and then not compared; see `changes.py`.
+# Fields that a report by an older halfstep can lack. They are then not compared; see `changes.py`.
 _MAY_BE_ABSENT: Mapping[str, Any] = types.MappingProxyType(
     {"estimates": {}, "versions": {}, "uncounted": (), "notes": (), "hlo": ""}
 )
 
 
 def load(path: str | os.PathLike[str]) -> tuple[PreflightEntry, ...]:
-    """The entries of a report that `PreflightReport.to_json` or `--json` has written."""
+    """Read the entries of a report that `PreflightReport.to_json` or `--json` has written."""
     name = os.fspath(path)
     try:
         with pathlib.Path(path).open("rb") as file:
-            # One byte more than allowed tells a file that is too large, without reading all of it.
+            # One byte more than allowed shows that a file is too large, without reading all of it.
             read = file.read(LIMIT + 1)
     except OSError as error:
         raise PreflightError(
@@ -44,7 +44,7 @@ def load(path: str | os.PathLike[str]) -> tuple[PreflightEntry, ...]:
 
 
 class _Reader:
-    """Checks what is read, and says where something is wrong."""
+    """Checks the values that are read, and says where something is wrong."""
 
     def __init__(self, name: str):
         self.name = name
@@ -68,7 +68,7 @@ class _Reader:
         )
 
     def record(self, value: object, kind: type[Any], where: str) -> Any:
-        """A dataclass from a mapping. Fields that this version does not know are left out."""
+        """Make a dataclass from a mapping. Fields that this version does not know are left out."""
         if not isinstance(value, dict):
             raise self.misfit(where, "an object", value)
         # The annotations of the dataclasses are the schema, so that a new field needs no reader.
@@ -78,7 +78,7 @@ class _Reader:
             hint = hints[field.name]
             if field.name in value:
                 made[field.name] = self.decoded(value[field.name], hint, f"{where}.{field.name}")
-            # A field that may be `None` is one that older reports do not have.
+            # Older reports can lack a field that may be `None`.
             elif type(None) in typing.get_args(hint):
                 made[field.name] = None
             elif field.name in _MAY_BE_ABSENT:
@@ -88,12 +88,12 @@ class _Reader:
         return kind(**made)
 
     def decoded(self, value: object, hint: object, where: str) -> Any:
-        """A value of a type, by the annotation of the field that it is for."""
+        """Decode a value by the annotation of its field."""
         origin, inner = typing.get_origin(hint), typing.get_args(hint)
         if origin is types.UnionType or origin is typing.Union:
             if value is None:
                 return None
-            # Unions are of one type and `None`; others would not say how to read a value.
+            # Unions are of one type and `None`; other unions would not say how to read a value.
             (hint,) = (one for one in inner if one is not type(None))
             return self.decoded(value, hint, where)
         if origin is tuple:
@@ -129,7 +129,7 @@ class _Reader:
         allowed = int if hint is int else int | float
         if isinstance(value, bool) or not isinstance(value, allowed):
             raise self.misfit(where, "a number" if hint is float else "an integer", value)
-        # JSON of Python has NaN and Infinity, too; neither is less than anything that is finite.
+        # Python's JSON has NaN and Infinity, too; neither is less than a finite number.
         if not abs(value) < _LARGEST:
             raise self.misfit(where, "a finite number below 2**100", value)
         return value

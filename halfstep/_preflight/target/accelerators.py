@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """What XLA's GPU compiler asks about a card beside its memory, bandwidth and cache.
+    """Figures of a card that XLA's GPU compiler needs besides its memory, bandwidth and cache.
 
     The names are those of the fields of XLA's `GpuDeviceInfoProto`. "Core" is a streaming
-    multiprocessor. Every card of the table has the same limits where there is a default.
+    multiprocessor. Fields with a default have the same value for every card of the table.
     """
 
     cuda_compute_capability: tuple[int, int]
@@ -40,12 +40,13 @@ class TpuFigures:
     """How libtpu names slices of a TPU, and how large they can be.
 
     Attributes:
-        topology: What libtpu calls the generation: `"v5e"` in `"v5e:2x2"`.
+        topology: libtpu's name of the generation: `"v5e"` in `"v5e:2x2"`.
         dimensions: How many numbers the shape of a slice has.
         devices_per_chip: JAX devices on one chip.
-        pod_chips: Chips in a pod, which is the largest slice there is.
-        longest_side: The largest number in a shape, where a pod is a fixed grid. Beyond it
-            libtpu aborts the process (v5e), or compiles for what does not exist (v6e).
+        pod_chips: Chips in a pod, which is the largest slice.
+        longest_side: The largest number in a shape, where a pod is a fixed grid. For a larger
+            number, libtpu aborts the process (v5e) or compiles for a slice that does not exist
+            (v6e).
     """
 
     topology: str
@@ -60,20 +61,20 @@ class Accelerator:
     """One kind of accelerator. All figures are for one JAX device.
 
     Attributes:
-        name: What a target calls it, `"h100"`.
+        name: Its name in a target, `"h100"`.
         description: The name that the driver or the vendor gives it.
-        memory_bytes: The memory that the driver (GPU) or the compiler (TPU) says there is. It is
-            less than the vendor's figure, which counts what is kept back for error correction
-            and for the system.
-        memory_fraction: The part of it that JAX takes by default.
-        bandwidth: Of that memory, in bytes a second.
+        memory_bytes: The memory that the driver (GPU) or the compiler (TPU) reports. It is less
+            than the vendor's figure, which includes the memory reserved for error correction and
+            for the system.
+        memory_fraction: The share of the memory that JAX takes by default.
+        bandwidth: The bandwidth of the memory, in bytes per second.
         peak_flops: Dense contractions (no structured sparsity) in FLOP/s by the operands' format,
             accumulated in float32: `"float32"` (not on tensor cores), `"tf32"`, `"bfloat16"`,
-            `"float16"`, `"float8"`, `"int8"`. What the hardware has no units for is absent, and
-            so is float32 on a TPU, which multiplies it in passes of bfloat16.
-        cache_bytes: The L2 cache of a GPU. 0 on a TPU, where the compiler itself places what
-            stays on the chip.
-        figures: What its compiler asks beside these.
+            `"float16"`, `"float8"`, `"int8"`. A format without hardware units is absent, and so is
+            float32 on a TPU, which multiplies it in passes of bfloat16.
+        cache_bytes: The L2 cache of a GPU. 0 on a TPU, where the compiler itself decides which
+            values stay on the chip.
+        figures: Further figures that its compiler needs.
         sources: Where the figures are from, and which was taken where sources disagree.
     """
 
@@ -89,7 +90,7 @@ class Accelerator:
 
     @property
     def platform(self) -> Literal["cuda", "tpu"]:
-        """What JAX calls the platform."""
+        """JAX's name of the platform."""
         return "cuda" if isinstance(self.figures, GpuFigures) else "tpu"
 
     @property
@@ -101,7 +102,7 @@ class Accelerator:
     @property
     def pallas_name(self) -> str:
         """The device kind by which Pallas knows a GPU of this generation."""
-        # Of the Ada generation Pallas knows two boards only, and lowers for all of them alike.
+        # Pallas knows only two boards of the Ada generation, and lowers for all of them alike.
         return "NVIDIA L4" if self.capability == (8, 9) else self.description
 
     @property
@@ -110,7 +111,7 @@ class Accelerator:
         return self.figures.dimensions if isinstance(self.figures, TpuFigures) else 0
 
 
-# Sources of all cards, beside their own.
+# Sources of all cards, in addition to their own.
 _GPU_SOURCES = (
     "CUDA C++ Programming Guide, technical specifications per compute capability (threads, "
     "registers and shared memory of a multiprocessor, FP32 units)",
@@ -123,8 +124,8 @@ def _rates(teraflops: Mapping[str, float], *, share: float = 1.0) -> Mapping[str
 
 
 def _gpu(name: str, row: Mapping[str, Any], generations: Mapping[str, Any]) -> Accelerator:
-    # Limits of the architecture are written once per generation, what differs between boards with
-    # each.
+    # Limits of the architecture are written once per generation. Figures that differ between boards
+    # are written for each board.
     shared = dict(generations[row["generation"]])
     capability = tuple(shared.pop("cuda_compute_capability"))
     return Accelerator(

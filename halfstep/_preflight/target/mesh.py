@@ -15,23 +15,23 @@ MeshLike = Mapping[str, int] | AbstractMesh | Mesh
 
 
 def as_mesh(mesh: MeshLike | None) -> AbstractMesh | Mesh | None:
-    """A mesh from what the user gave; axis sizes become a mesh without devices."""
+    """Convert a user's mesh; axis sizes become a mesh without devices."""
     if isinstance(mesh, Mapping):
-        # Sizes say nothing about types: the compiler divides, as it always has. JAX's own default
-        # differs between versions.
+        # Sizes say nothing about axis types: the compiler divides arrays, as it always has. JAX's
+        # own default differs between versions.
         types = (AxisType.Auto,) * len(mesh)
         return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=types)
     return mesh
 
 
 def spread(shardings: object, args: tuple[Any, ...]) -> list[PartitionSpec | NamedSharding | None]:
-    """One sharding, specification or `None` a leaf, from a prefix of the arguments' tree."""
+    """Return a sharding, specification or `None` per leaf, from a prefix of the arguments' tree."""
 
     def is_spec(node: object) -> bool:
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
     try:
-        # As `in_shardings` of `jax.jit`: a specification holds for all that is below it in the
+        # As for `in_shardings` of `jax.jit`, a specification holds for everything below it in the
         # tree.
         whole = jax.tree.map(
             lambda spec, below: jax.tree.map(lambda _: spec, below),
@@ -51,7 +51,7 @@ def spread(shardings: object, args: tuple[Any, ...]) -> list[PartitionSpec | Nam
 def find_mesh(
     mesh: AbstractMesh | Mesh | None, leaves: Sequence[tuple[str, Any]]
 ) -> AbstractMesh | Mesh | None:
-    """The one mesh that all shardings are over, or `None` for a step on one device."""
+    """Find the one mesh that all shardings are over, or `None` for a step on one device."""
     owner = "`mesh=`"
     for path, sharding in leaves:
         if not isinstance(sharding, NamedSharding):
@@ -70,7 +70,7 @@ def find_mesh(
 def check_mesh(axes: Mapping[str, int], target: Target) -> None:
     """Refuse a mesh that the target cannot hold."""
     count = math.prod(axes.values())
-    # A target without a size is one device, and a step without a mesh is for one.
+    # A target without a size is one device, and a step without a mesh is for one device.
     if not axes and target.sized and target.devices > 1:
         raise PreflightError(
             f"{target.name} has {target.devices} devices, but no argument is sharded over a "

@@ -1,4 +1,4 @@
-"""Parse targets, such as `"h100:32x8"`: an accelerator and how many of it."""
+"""Parse targets, such as `"h100:32x8"`: an accelerator and how many there are."""
 
 import dataclasses
 import difflib
@@ -12,20 +12,20 @@ from halfstep._preflight.target.accelerators import (
     TpuFigures,
 )
 
-# The largest hosts sold with a card of the table have 16 (A100). A larger number is nearly always
-# a total that lacks its second factor.
+# The largest hosts sold with a card of the table have 16 GPUs (A100). A larger number is nearly
+# always a total that lacks its second factor.
 _GPUS_PER_HOST = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """An accelerator and how many of it.
+    """An accelerator and how many there are.
 
     Attributes:
-        name: What was asked for, in lower case: `"h100:32x8"`.
-        accelerator: Which accelerator.
-        shape: `(hosts, GPUs of each)`, or the shape of a TPU slice in chips.
-        sized: Whether a size was given. Without one it is a single GPU, or a single chip.
+        name: The name that was given, in lower case: `"h100:32x8"`.
+        accelerator: The accelerator.
+        shape: `(hosts, GPUs per host)`, or the shape of a TPU slice in chips.
+        sized: Whether a size was given. Without a size the target is one GPU or one chip.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def gpu_topology(self) -> str:
-        """Partitions, hosts and GPUs of each, as XLA's GPU compiler wants them."""
+        """Partitions, hosts and GPUs per host, as XLA's GPU compiler expects them."""
         self._gpu_figures()
         hosts, gpus = self.shape
         return f"1x{hosts}x{gpus}"
@@ -102,13 +102,13 @@ def parse_target(text: str | Target) -> Target:
     Args:
         text: The name of an accelerator, and a size after a colon: `"h100"`, `"h100:8"` (one host
             with 8), `"h100:32x8"` (32 hosts of 8), `"v5e:16x16"`, `"v5p:4x4x4"`. Upper case and
-            blanks around it do not matter. A `Target` is returned as it is.
+            surrounding blanks do not matter. A `Target` is returned unchanged.
 
     Returns:
         The target.
 
     Raises:
-        ValueError: If there is no such accelerator, or it does not come in that size.
+        ValueError: If the accelerator is not known, or does not come in that size.
     """
     if isinstance(text, Target):
         return text
@@ -163,7 +163,7 @@ def _slice(
             f"a slice of {name} has {figures.dimensions} dimensions, counted in chips; {given!r} "
             f"has {len(shape)}. Write {_example(accelerator)!r}, say."
         )
-    # libtpu refuses what whole hosts, which hold 2x2 chips, do not fill.
+    # libtpu refuses a slice that is not made of whole hosts, which hold 2x2 chips.
     if math.prod(shape) > 1 and (shape[0] % 2 or shape[1] % 2):
         whole = tuple(n + n % 2 for n in shape[:2]) + shape[2:]
         raise ValueError(
@@ -189,11 +189,11 @@ def _unknown(name: str) -> str:
     names = ", ".join(map(repr, ACCELERATORS))
     message = f"target: unknown accelerator {name!r}; required one of {names}."
     for known, accelerator in ACCELERATORS.items():
-        # "v5e-16", "h100x8": the names that clouds have for machines and slices.
+        # "v5e-16", "h100x8": names that clouds use for machines and slices.
         if re.fullmatch(f"{known}[-_ x]+[0-9x]+", name):
             example = _example(accelerator)
             return f"{message} Write its size after a colon, as in {example!r}."
-    # Prefixes come before similar names: "v5" is the beginning of several, and all are named.
+    # Prefixes come before similar names: "v5" is the beginning of several, and all are suggested.
     near = [known for known in ACCELERATORS if name and known.startswith(name)]
     near = near or difflib.get_close_matches(name, ACCELERATORS, n=1)
     return f"{message} Did you mean {' or '.join(map(repr, near))}?" if near else message

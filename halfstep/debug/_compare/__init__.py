@@ -1,1 +1,1 @@
-"""Compare a policy with float32: how far apart, where error is added, what must stay wide."""
+"""Compare a policy with float32: how large errors are, where they arise, what must stay wide."""

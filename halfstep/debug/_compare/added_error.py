@@ -1,4 +1,4 @@
-"""Attribute error: how much a site adds to the error of the values that it is made of."""
+"""Attribute errors to sites: how much each adds to the error of the values it is computed from."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,23 +11,23 @@ from halfstep.debug._instrument.layout import Layout
 
 
 def gain(error: float, before: float) -> float:
-    """How much error is new. What is off by all that it is cannot lose more: not even as a NaN."""
+    """Return how much error is new. Errors count up to 100 %, even if the value is NaN."""
     return max(min(error, 1.0) - min(before, 1.0), 0.0)
 
 
 class Added(NamedTuple):
-    """What is known of a site beside its own error."""
+    """The facts about a site in addition to its own error."""
 
     before: float
-    """The largest error among what it is made of; in a loop, in the turn below."""
+    """The largest error among the sites that it is computed from; in a loop, in `turn` below."""
     turns: tuple[float, ...] = ()
-    """Of a site in a loop, the error in each turn that computed it."""
+    """For a site in a loop, the error in each iteration that computed it."""
     turn: int | None = None
-    """In which of them it adds the most."""
+    """The index in `turns` of the iteration that adds the most error."""
 
 
 class Errors:
-    """The errors of all sites at all times."""
+    """The errors of all sites in all iterations."""
 
     def __init__(self, layout: Layout, rows: Sequence[np.ndarray]) -> None:
         self._layout, self._rows = layout, rows
@@ -35,7 +35,7 @@ class Errors:
         self._backwards = [self._parents.runs_backwards(body) for body, _ in layout.owners]
 
     def added(self, number: int) -> Added:
-        """What a site adds."""
+        """Find how much error a site adds, and in which iteration."""
         row, loops = self._rows[number], len(self._layout.sites[number].loops)
         if row.ndim == 1:
             return Added(self._before(number, (0.0,) * loops))
@@ -52,7 +52,7 @@ class Errors:
             for place in places
         ]
         before, best, most, highest = 0.0, 0, -1.0, -1.0
-        # Error that has been there before is carried on: only where it rises may it be new.
+        # Error from earlier iterations is carried along, so error is new only where it rises.
         for at in sorted(range(len(places)), key=times.__getitem__):
             if errors[at] <= highest:
                 continue
@@ -63,7 +63,7 @@ class Errors:
         return Added(before, tuple(errors), best)
 
     def _turns(self, number: int, index: Sequence[int]) -> Turns:
-        """Positions among the rows as turns in the order in which they run, and back."""
+        """Convert positions among the rows to iterations in running order, or back."""
         sizes, flips = self._rows[number].shape[:-1], self._backwards[number]
         return tuple(
             float(size - 1 - at if flip else at)
@@ -79,7 +79,7 @@ class Errors:
         return max(found, default=0.0)
 
     def _error(self, number: int, turns: Turns) -> float:
-        """The error of a site at a time; over all turns where they are not apart."""
+        """Return the error of a site in the given iterations, or over all if rows merge them."""
         row = self._rows[number]
         if row.ndim > 1 and row.ndim - 1 == len(turns):
             sizes = row.shape[:-1]

@@ -16,7 +16,8 @@ from halfstep.debug._compare.compare import compare
 from halfstep.debug._compare.measure import Measure, Trials
 
 T = TypeVar("T")
-# Up to so many, each is left out in turn: bisection would not take fewer trials if half are needed.
+# Up to this many items, each is left out in turn: bisection would not take fewer trials if half of
+# them are needed.
 _FEW = 16
 
 
@@ -34,24 +35,25 @@ def bisect(
 ) -> Bisection:
     """Find a smallest set of scopes and operations that must stay wide, and the policy for it.
 
-    Every trial compiles the function with some rules more, runs it on all batches, and measures how
-    far it is from float32. Scopes are searched first, then the operations in those that were found.
-    Those at which `compare` sees most error are tried first. If a wider scope never makes it worse,
-    none of the rules that are found can be left out.
+    Every trial compiles the function with additional rules, runs it on all batches, and measures
+    how far it is from float32. The search covers scopes first, then the operations in the scopes
+    that were found. Candidates at which `compare` sees the most error are tried first. None of the
+    rules that are found can be left out, provided that a wider scope never makes the error worse.
 
-    Of a policy with a recipe (`"f8"`), the set is of products that must stay in the compute dtype;
-    all others can stay in 8 bits.
+    For a policy with a recipe (`"f8"`), the set contains the products that must stay in the compute
+    dtype; all others can stay in 8 bits.
 
     Args:
-        func: A loss, of which value and gradients are measured; or any other function of
-            parameters, such as a whole step in float32, of which the results are.
-        batches: What it is called with: `[(params, batch), ...]`.
+        func: A loss, whose value and gradients are measured; or any other function of parameters,
+            such as a whole step in float32, whose results are measured.
+        batches: The arguments of each call: `[(params, batch), ...]`.
         policy: A policy that is too narrow, such as `"f16,op:*=compute"`, where everything runs in
             float16.
         tolerance: The largest error that is good enough: of the loss and of all gradients together,
             relative to float32, in each batch.
         has_aux: Whether a loss returns something else as well.
-        measure: A function of a policy that returns its error, instead: it may train for a while.
+        measure: A function of a policy that returns its error, to be used instead. It may train for
+            a while.
         refine: Whether to search among the operations of the scopes that were found.
         progress: Whether to show a bar, if tqdm is installed.
 
@@ -132,7 +134,7 @@ def bisect(
             # One more program tells where error is added. The search needs the fewest trials if the
             # rules that are needed come first.
             added = []
-            # `compare` needs the state of a recipe that has one, so there is no order to offer.
+            # For a recipe with state, `compare` would need that state, so the order stays as it is.
             if policy.recipe is None or not policy.recipe.needs_state:
                 added = _added(func, batches[0], policy)
                 trials.compiles += 1
@@ -161,7 +163,7 @@ def bisect(
 
 @dataclasses.dataclass(frozen=True)
 class _Lowered:
-    """An operation that a policy runs in few bits."""
+    """An operation that a policy runs in low precision."""
 
     name: str
     scope: str
@@ -170,12 +172,12 @@ class _Lowered:
 
     @property
     def operation(self) -> Operation:
-        """As rules see it."""
+        """The operation as rules see it."""
         return Operation(self.name, self.scope, {}, (), ())
 
 
 def _lowered(plan: Plan) -> list[_Lowered]:
-    """The operations that run in the compute dtype, but for those that only move values."""
+    """Find the operations that run in the compute dtype, except those that only move values."""
     finder, found = Finder(), []
     for owner, index in decided(plan):
         node, decision = owner.graph.nodes[index], owner.decisions[index]
@@ -189,19 +191,19 @@ def _lowered(plan: Plan) -> list[_Lowered]:
 
 
 def _by_scope(operations: Sequence[_Lowered], outcome: Outcome) -> tuple[PrecisionRule, ...]:
-    """A rule for each scope, the innermost first, and for each operation that is in none."""
+    """Make a rule for each scope, innermost first, and for each operation outside all scopes."""
     scopes = {operation.scope for operation in operations if operation.scope}
     ordered = sorted(scopes, key=lambda scope: -scope.count("/"))
     outside = dict.fromkeys(operation.name for operation in operations if not operation.scope)
     if any(operation.in_recipe for operation in operations):
-        # A recipe's products are single operations, and so are their rules.
+        # A recipe's products are single operations, so their rules are for single operations.
         return _by_operation(operations, outcome)
     rules = [PrecisionRule(outcome, scope=_pattern(scope)) for scope in ordered]
     return _different([*rules, *(PrecisionRule(outcome, op=_pattern(name)) for name in outside)])
 
 
 def _by_operation(operations: Sequence[_Lowered], outcome: Outcome) -> tuple[PrecisionRule, ...]:
-    """A rule for each operation in each scope."""
+    """Make a rule for each operation in each scope."""
     pairs = dict.fromkeys((operation.scope, operation.name) for operation in operations)
     ordered = sorted(pairs, key=lambda pair: -len(pair[0].split("/")) if pair[0] else 0)
     return _different(
@@ -213,7 +215,7 @@ def _by_operation(operations: Sequence[_Lowered], outcome: Outcome) -> tuple[Pre
 def _inside(
     rules: Sequence[PrecisionRule], operations: Sequence[_Lowered]
 ) -> tuple[PrecisionRule, ...]:
-    """Rules for the single operations that other rules are for."""
+    """Make rules for the single operations that other rules match."""
     made: list[PrecisionRule] = []
     for rule in rules:
         concerned = [one for one in operations if rule.matches(one.operation)]
@@ -222,13 +224,14 @@ def _inside(
 
 
 def _lines(rule: PrecisionRule, operations: Sequence[_Lowered]) -> tuple[str, ...]:
-    """The lines of the user's code that a rule is for."""
+    """Return the lines of the user's code that a rule matches."""
     found = dict.fromkeys(one.line for one in operations if rule.matches(one.operation))
     return tuple(found)
 
 
 def _pattern(name: str) -> str:
-    # What separates the parts of a policy's text cannot be in a rule; any one character can.
+    # A rule cannot contain the characters that separate the parts of a policy's text. The pattern
+    # `?` matches any one character.
     return re.sub(r"[,=@:\s]", "?", name)
 
 
@@ -243,7 +246,7 @@ def _concerned(one: _Lowered, policy: Policy) -> bool:
 
 
 def _with(policy: Policy, rules: Sequence[PrecisionRule], outcome: Outcome) -> Policy:
-    """A policy with rules more, as one: a rule that is for nothing more is no mistake here."""
+    """Return the policy plus these rules, merged so that redundant rules are allowed."""
     if not rules:
         return policy
 
@@ -256,7 +259,7 @@ def _with(policy: Policy, rules: Sequence[PrecisionRule], outcome: Outcome) -> P
 def _added(
     func: Callable[..., Any], args: Sequence[Any], policy: Policy
 ) -> list[tuple[Operation, float]]:
-    """The operations that add error, and how much."""
+    """Return the operations that add error, and how much."""
     report = compare(func, policy, sites="ops", gradients=False)(*args)
     return [(Operation(s.site.op, s.site.scope, {}, (), ()), s.added) for s in report.worst]
 
@@ -264,26 +267,26 @@ def _added(
 def _promising(
     units: Sequence[PrecisionRule], added: Sequence[tuple[Operation, float]]
 ) -> tuple[PrecisionRule, ...]:
-    """Rules in the order of the error that is added where they are, most first."""
+    """Sort rules by the error that is added where they match, most first."""
 
     def promise(rule: PrecisionRule) -> float:
         return max((error for one, error in added if rule.matches(one)), default=0.0)
 
-    # Equals stay in their order: the innermost scopes first.
+    # Rules of equal promise stay in their order: the innermost scopes first.
     return tuple(sorted(units, key=lambda rule: -promise(rule)))
 
 
 def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """A subset that is enough, and of which nothing can be left out.
+    """Find a subset that is enough, and from which nothing can be left out.
 
-    That is so if more is never worse: whatever contains a set that is enough is enough. The last
-    member of the shortest beginning of the list that is enough must be in the set; so one member
-    after the other is found by bisection. For `m` members of `n` items that takes about
-    `m * log2(n)` trials, and fewer if the members come early in the list.
+    This holds if more is never worse: every superset of a set that is enough is also enough. The
+    last member of the shortest prefix of the list that is enough must be in the set, so bisection
+    finds one member after the other. For `m` members of `n` items this takes about `m * log2(n)`
+    trials, and fewer if the members come early in the list.
 
     Args:
-        items: All of them together are enough.
-        is_enough: Whether some of them are.
+        items: The candidates. All of them together are enough.
+        is_enough: Whether some of the candidates are enough.
     """
     if len(items) <= _FEW:
         return _without_needless(items, is_enough)
@@ -294,7 +297,7 @@ def smallest(items: Sequence[T], is_enough: Callable[[tuple[T, ...]], bool]) -> 
     while not is_enough(found):
         count = _shortest(pool, found, is_enough)
         found, pool = (*found, pool[count - 1]), pool[: count - 1]
-    # As they are in the list.
+    # In the order of the list.
     return tuple(item for item in items if item in found)
 
 
@@ -315,9 +318,12 @@ def _without_needless(
 def _shortest(
     pool: Sequence[T], found: tuple[T, ...], is_enough: Callable[[tuple[T, ...]], bool]
 ) -> int:
-    """How many of a pool are enough at least, beside what was found; none of them are not."""
+    """Return the length of the shortest prefix of a pool that is enough together with `found`.
+
+    The empty prefix is known not to be enough.
+    """
     low, high, guess = 0, len(pool), 1
-    # Items are listed by promise: short beginnings first.
+    # Items are sorted by promise, so short prefixes are tried first.
     while guess < len(pool) and guess <= _FEW:
         if is_enough((*found, *pool[:guess])):
             high = guess

@@ -1,4 +1,4 @@
-"""The report of a bisection: the rules that are needed, and the policy with them."""
+"""Report a bisection: the rules that are needed, and the policy with these rules."""
 
 import dataclasses
 import html as escaping
@@ -11,17 +11,17 @@ from halfstep._version import __version__
 from halfstep.debug._compare.comparison_report import share
 
 _HEAD = (("rule", False), ("lines", False))
-# So many lines are named.
+# At most this many lines are named.
 _LINES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """A rule that is needed, and the lines that it is for.
+    """A rule that is needed, and the lines that it matches.
 
     Attributes:
         rule: The rule.
-        lines: The lines of your code with operations that it is for: `"model.py:41"`.
+        lines: The lines of your code with operations that the rule matches: `"model.py:41"`.
 
     Example:
         ```python
@@ -47,17 +47,17 @@ class Needed:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Bisection(Report):
-    """Which parts must stay wide, and the policy that says so.
+    """The parts that must stay wide, and the policy that keeps them wide.
 
     Attributes:
         policy: The policy that was given, with the rules that are needed.
-        needed: These rules, with the lines that they are for.
+        needed: The rules that are needed, with the lines that they match.
         tolerance: The error that was allowed.
         before: The error of the policy that was given.
-        error: The error of the one that was found.
-        operations: How many operations run in few bits in the policy that was given.
-        wide: How many of them the rules are for.
-        candidates: From how many scopes and operations they were chosen at first.
+        error: The error of the policy that was found.
+        operations: How many operations run in low precision in the policy that was given.
+        wide: How many of these operations the rules match.
+        candidates: How many scopes and operations the search started with.
         compiles: How many programs were compiled.
 
     Example:
@@ -93,7 +93,7 @@ class Bisection(Report):
         return tuple(one.rule for one in self.needed)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy into a file that `Policy.load` reads, with what is known as comments."""
+        """Write the policy, with the findings as comments, into a file that `Policy.load` reads."""
         notes = [f"Found by halfstep {__version__}, debug.bisect: {self._headline}."]
         notes += [f"{one.rule}: {_listed(one.lines)}" for one in self.needed]
         self.policy.save(path, notes=notes)
@@ -115,7 +115,7 @@ class Bisection(Report):
         return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "policy": str(self.policy),
             "needed": [{"rule": str(one.rule), "lines": list(one.lines)} for one in self.needed],

@@ -41,19 +41,20 @@ def compare(
     has_aux: bool = False,
     gradients: bool = True,
 ) -> Callable[..., Comparison]:
-    """Say where a function in a policy departs from itself in float32.
+    """Report where a function in a policy departs from the same function in float32.
 
-    Both run side by side in one compiled program, operation by operation, each on its own values.
-    So the error of a site is what training has there, and where it is much larger than that of what
-    the site is made of, there precision is lost. Of a loss, the gradients are compared as well.
-    Every operation is rounded as it is written, also where XLA might keep more bits.
+    Both versions run side by side in one compiled program, operation by operation, each on its own
+    values. The error of a site is therefore the error that training has there. Precision is lost at
+    a site whose error is much larger than the error of the values that it is computed from. For a
+    loss, the gradients are compared as well. Every operation is rounded as it is written, even
+    where XLA might keep more bits.
 
     Args:
         func: A loss, or any other function of parameters, as gradient transforms take it.
-        policy: A `Policy` or its text.
-        sites: Which values are compared: `"scopes"`, what is handed from one line or one
+        policy: A `Policy` or its string.
+        sites: Which values are compared: `"scopes"`, the values passed from one line or one
             `jax.named_scope` to another; `"ops"`, the result of every operation; or a function of a
-            `debug.Site`.
+            `debug.Site` that returns whether to compare it.
         scaling: A loss scaling, or the state of the policy's recipe. Without it, the loss is scaled
             by 2^15 if the compute dtype is float16.
         has_aux: Whether the function returns a loss and something else.
@@ -129,7 +130,7 @@ def _is_float(aval: AbstractValue) -> bool:
 
 
 def _deviations(layout: Layout, plan: Plan, rows: Sequence[np.ndarray]) -> tuple[Deviation, ...]:
-    """What is known of each site that was computed."""
+    """Return the deviation of each site that was computed."""
     errors, plans = Errors(layout, rows), dict(_plans(layout.body, plan))
     made = []
     for number, (site, row) in enumerate(zip(layout.sites, rows, strict=True)):
@@ -147,7 +148,7 @@ def _deviations(layout: Layout, plan: Plan, rows: Sequence[np.ndarray]) -> tuple
 
 
 def _plans(body: Body, plan: Plan) -> Iterator[tuple[Body, Plan]]:
-    """The plan of each function of a program."""
+    """Yield each function of a program with its plan."""
     yield body, plan
     for index, bodies in body.inner.items():
         inside = body_plans(plan.graph.nodes[index], plan.decisions[index])

@@ -1,4 +1,4 @@
-"""The report of a comparison: errors of sites and gradients, as text, HTML and a picture."""
+"""Report a comparison: errors of sites and gradients, as text, HTML and a plot."""
 
 import dataclasses
 import html as escaping
@@ -24,23 +24,24 @@ _SITES = (
 )
 _GRADIENTS = (("gradient of", False), ("error", True), ("cosine", True))
 _LINE, _JUMP = "#1565c0", "#d32f2f"
-# As many sites are named, and as many gradients are drawn, as there is room for.
+# How many sites are named and how many gradients are drawn: as many as there is room for.
 _NAMED, _BARS = 8, 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Deviation:
-    """How far a site is from itself in float32.
+    """How far the value of a site is from its value in float32.
 
     Attributes:
-        site: What and where it is.
-        dtype: The dtype in which the policy holds it.
-        error: The norm of the difference, relative to that in float32; infinite where elements are
-            finite in one and not in the other.
-        cosine: Between both.
-        before: The largest error among the sites that it is made of; in a loop, in that `turn`.
-        turns: Of a site in a loop, the error in each turn.
-        turn: Of a site in a loop, in which of `turns` it adds the most error.
+        site: The site.
+        dtype: The dtype in which the policy holds the value.
+        error: The norm of the difference, relative to the norm in float32; infinite if an element
+            is finite in one value and not in the other.
+        cosine: The cosine between both values.
+        before: The largest error among the sites that it is computed from; in a loop, in iteration
+            `turn`.
+        turns: For a site in a loop, the error in each iteration.
+        turn: For a site in a loop, the index in `turns` of the iteration that adds the most error.
 
     Example:
         ```python
@@ -70,26 +71,26 @@ class Deviation:
 
     @property
     def there(self) -> float:
-        """Its error where it adds the most: in that turn of a loop, or at all."""
+        """The error where the site adds the most: in iteration `turn`, or else overall."""
         return self.error if self.turn is None else self.turns[self.turn]
 
     @property
     def added(self) -> float:
-        """How much error this site adds to what it is made of; with 100 % all is lost."""
+        """How much error this site adds to the error of its inputs; at 100 %, all is lost."""
         return gain(self.there, self.before)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {**dataclasses.asdict(self), "site": self.site.to_dict(), "added": self.added}
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientDeviation:
-    """How far the gradient of a parameter is from that in float32.
+    """How far the gradient of a parameter is from its gradient in float32.
 
     Attributes:
-        path: Of the parameter.
-        sums: What `error` and `cosine` are made of.
+        path: The path of the parameter.
+        sums: The sums that `error` and `cosine` are computed from.
 
     Example:
         ```python
@@ -113,16 +114,16 @@ class GradientDeviation:
 
     @property
     def error(self) -> float:
-        """The norm of the difference, relative to that in float32."""
+        """The norm of the difference, relative to the norm in float32."""
         return distance([self.sums]).error
 
     @property
     def cosine(self) -> float:
-        """Between both."""
+        """The cosine between both gradients."""
         return distance([self.sums]).cosine
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {"path": self.path, "error": self.error, "cosine": self.cosine}
 
 
@@ -134,10 +135,10 @@ class Comparison(Report):
     same as HTML.
 
     Attributes:
-        policy: The policy, as text.
+        policy: The policy, as a string.
         results: Error and cosine of what the function returns.
         sites: All sites that were computed, in the order of a run.
-        gradients: Of a loss, how far the gradient of each parameter is off; else empty.
+        gradients: For a loss, how far the gradient of each parameter is off; otherwise empty.
 
     Example:
         ```python
@@ -164,7 +165,7 @@ class Comparison(Report):
 
     @property
     def worst(self) -> tuple[Deviation, ...]:
-        """The sites that add error, those that add most first."""
+        """The sites that add error, most first."""
         found = [site for site in self.sites if site.added > 0]
         return tuple(sorted(found, key=lambda site: (-site.added, -site.there)))
 
@@ -180,7 +181,7 @@ class Comparison(Report):
         return _html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "policy": self.policy,
             "results": self.results._asdict(),
@@ -190,7 +191,7 @@ class Comparison(Report):
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the errors in the order of a run, and those of the gradients, into a PNG.
+        """Draw the errors of sites, in the order of a run, and of gradients into a PNG file.
 
         Args:
             path: The file. Needs `halfstep[plot]`.
@@ -200,14 +201,14 @@ class Comparison(Report):
 
 
 def share(value: float) -> str:
-    """An error for people: `0.57 %`."""
+    """Format an error, such as `0.57 %`."""
     if value == float("inf"):
         return "not finite"
     return f"{100 * value:.0f} %" if value >= 1 else f"{100 * value:.2g} %"
 
 
 def _headline(report: Comparison) -> str:
-    """How far off everything is."""
+    """Say how far off everything is."""
     parts = [f"results are off by {share(report.results.error)}"]
     if report.gradients:
         gradient = report.gradient
@@ -216,7 +217,7 @@ def _headline(report: Comparison) -> str:
 
 
 def _tables(report: Comparison) -> list[tuple[str, Sequence[tuple[str, bool]], list[list[str]]]]:
-    """Captions, headings and rows."""
+    """Return the captions, headings and rows of the tables."""
     made = []
     if report.worst:
         rows = [_site(site) for site in report.worst[:_SHOWN]]
@@ -229,7 +230,7 @@ def _tables(report: Comparison) -> list[tuple[str, Sequence[tuple[str, bool]], l
 
 
 def _text(report: Comparison) -> str:
-    """All of it."""
+    """Return the whole report as text."""
     parts = [_headline(report)]
     for caption, head, rows in _tables(report):
         lines = [[name for name, _ in head], *rows]
@@ -238,7 +239,7 @@ def _text(report: Comparison) -> str:
 
 
 def _html(report: Comparison) -> str:
-    """The same; what is not finite is red."""
+    """Return the whole report as HTML; rows that are not finite are red."""
     parts = [f"<p>{escaping.escape(_headline(report))}</p>"]
     for caption, head, rows in _tables(report):
         numbers = [number for _, number in head]
@@ -279,9 +280,9 @@ def draw_comparison(
 
     Args:
         title: What is compared.
-        sites: In the order of a run.
-        worst: Those that add error, most first.
-        gradients: Of a loss, how far the gradient of each parameter is off.
+        sites: The sites, in the order of a run.
+        worst: The sites that add error, most first.
+        gradients: For a loss, how far the gradient of each parameter is off.
         path: The file.
     """
     figure = figure_of("a comparison")
@@ -300,7 +301,7 @@ def _points(site: Deviation) -> tuple[float, ...]:
 
 
 def _draw_sites(axes: Any, sites: Sequence[Deviation], worst: Sequence[Deviation]) -> None:
-    # Arguments are the same in both.
+    # Arguments without error are left out: they are the same in the policy and in float32.
     shown = [site for site in sites if site.error or not site.site.path]
     ends, values = [], []
     for site in shown:

@@ -1,4 +1,4 @@
-"""Measure how far apart two values are: a row of sums, which add up over iterations and shards."""
+"""Measure how far apart two values are, as sums that add up over iterations and shards."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -17,7 +17,7 @@ class Sum(IntEnum):
     """The numbers of a row, by position."""
 
     ABSMAX = 0
-    """The largest magnitude of both, by which both are divided; -1 where nothing was computed."""
+    """The largest magnitude, by which both values are divided; -1 where nothing was computed."""
     DIFFERENCE = 1
     """The sum of the squares of the differences."""
     WIDE = 2
@@ -25,16 +25,16 @@ class Sum(IntEnum):
     LOW = 3
     """The sum of the squares in the policy."""
     PRODUCT = 4
-    """The sum of the products of both."""
+    """The sum of the products of both values."""
     BAD = 5
-    """How many elements are finite in one and not in the other, or not finite in another way."""
+    """How many elements are finite in only one value, or not finite in different ways."""
 
 
 ABSENT = (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Distance(NamedTuple):
-    """How far two values are apart: relative error, cosine, and elements that one lost.
+    """How far apart two values are: relative error, cosine, and elements that one of them lost.
 
     Example:
         ```python
@@ -54,17 +54,17 @@ class Distance(NamedTuple):
 
 
 def sums(policy_value: ArrayLike, float32_value: ArrayLike) -> jax.Array:
-    """The row of two values of one shape."""
+    """Compute the row of two values of the same shape."""
     low, wide = _flat(policy_value), _flat(float32_value)
-    # An infinity in both values is not an error. One in only one of them is counted in `bad` and
-    # kept out of the sums, which would lose all other elements to it.
+    # An infinity in both values is not an error. An infinity in only one of them is counted in
+    # `bad` and kept out of the sums, which would lose all other elements to it.
     both = jnp.isfinite(low) & jnp.isfinite(wide)
     same = (low == wide) | (jnp.isnan(low) & jnp.isnan(wide))
     bad = jnp.sum(~both & ~same, dtype=jnp.float32)
     low, wide = jnp.where(both, low, 0), jnp.where(both, wide, 0)
     largest = jnp.maximum(jnp.max(jnp.abs(low)), jnp.max(jnp.abs(wide)))
-    # In float32 the square of 1e-25 is zero and that of 1e25 is infinite, so both are divided by
-    # the largest magnitude first.
+    # In float32 the square of 1e-25 is zero and the square of 1e25 is infinite, so both values are
+    # divided by the largest magnitude first.
     unit = jnp.where(largest > 0, largest, 1)
     low, wide = low / unit, wide / unit
     made = [(low - wide) ** 2, wide**2, low**2, low * wide]
@@ -79,13 +79,13 @@ def _flat(value: ArrayLike) -> jax.Array:
 
 
 def absent(shape: tuple[int, ...]) -> jax.Array:
-    """Rows of what was not computed."""
+    """Return rows for values that were not computed."""
     columns = [jnp.full((*shape[:-1], 1), number, jnp.float32) for number in ABSENT]
     return jnp.concatenate(columns, axis=-1)
 
 
 def added(rows: Rows) -> Rows:
-    """Rows of turns or shards as one: `[n, ..., columns]` to `[..., columns]`."""
+    """Add the rows of iterations or shards: `[n, ..., columns]` to `[..., columns]`."""
     # Programs add rows with JAX; the host adds them with NumPy, in float64.
     library: Any = np if isinstance(rows, np.ndarray) else jnp
     sizes = rows[..., : Sum.ABSMAX + 1]
@@ -99,12 +99,12 @@ def added(rows: Rows) -> Rows:
 
 
 def was_computed(rows: np.ndarray) -> bool:
-    """Whether rows say anything."""
+    """Return whether any row is of a value that was computed."""
     return bool((rows[..., Sum.ABSMAX] >= 0).any())
 
 
 def distance(rows: Array | Sequence[Array | Sequence[float]]) -> Distance:
-    """What rows say together; what was not computed is not off."""
+    """Compute the distance of all rows together; values that were not computed have no error."""
     every = np.asarray(rows, np.float64).reshape(-1, len(Sum))
     if not was_computed(every):
         return Distance(0.0, 1.0, 0)

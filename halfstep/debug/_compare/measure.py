@@ -22,7 +22,7 @@ from halfstep._training import (
 from halfstep.debug._compare.distance import distance, sums
 
 Measure = Callable[[Policy], float]
-"""The error of a policy, as a share."""
+"""A function that returns the error of a policy, as a share."""
 
 
 class Gradients(NamedTuple):
@@ -39,7 +39,7 @@ class Trials:
         func: A loss, or any other function.
         batches: Arguments that it is called with.
         has_aux: Whether a loss returns something else as well.
-        measure: What is measured, if it is not the error of loss and gradients.
+        measure: Measures a policy, if not by the error of loss and gradients.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Trials:
         self.compiles = 0
 
     def plan(self, policy: Policy) -> Plan:
-        """How the function would run."""
+        """Plan how the function would run in a policy."""
         settings = settings_of(policy)
         args, kwargs = self._batches[0], {}
         call = trace(self._func, settings, args, kwargs, params=(0,), keep=policy.keep)
         return call.plan
 
     def without_idle_rules(self, policy: Policy) -> Policy:
-        """A policy without the rules that decide nothing in the function."""
+        """Return a policy without the rules that decide nothing in the function."""
         return _active(policy, self.plan(policy))
 
     def error(self, policy: Policy) -> float:
-        """The error of a policy, as a share."""
+        """Measure the error of a policy, as a share."""
         # Cached by what the policy decides, not by its text: many sets of rules lead to the same
         # program, which need not be compiled twice.
         plan = self.plan(policy)
@@ -95,7 +95,7 @@ class Trials:
         return max(found)
 
     def _function(self, policy: Policy) -> Callable[..., Any]:
-        """What is compared: loss and gradients, or what the function returns."""
+        """Return the function to compare: it returns loss and gradients, or `func`'s results."""
         if not is_loss(self.plan(policy).graph, self._has_aux):
             settings = settings_of(policy)
             return rewritten(self._func, settings, params=(0,), keep=policy.keep)
@@ -118,7 +118,7 @@ def _check_finite(exact: Sequence[object]) -> None:
 
 
 def _apart(low: object, exact: object) -> float:
-    """The largest error: of a loss, of all gradients together, or of any array of two trees."""
+    """Return the largest error: of a loss, of all gradients together, or of any array in a tree."""
     if isinstance(low, Gradients) and isinstance(exact, Gradients):
         pairs = [[(low.value, exact.value)]]
         pairs.append([(low.gradients[path], value) for path, value in exact.gradients.items()])
@@ -142,7 +142,7 @@ def _active(policy: Policy, plan: Plan) -> Policy:
 
 
 def _signature(plan: Plan) -> Hashable:
-    """What two policies have in common if the function runs the same way in both."""
+    """Return a key that two policies share if the function runs the same way in both."""
     return tuple(
         (one.rule, one.dtype, one.outs, one.site is not None, one.inner is None)
         for owner, index in decided(plan)
@@ -151,14 +151,14 @@ def _signature(plan: Plan) -> Hashable:
 
 
 def is_loss(graph: Graph, has_aux: bool) -> bool:
-    """Whether a function returns one number, of which there is a gradient."""
+    """Return whether a function returns one number that has a gradient."""
     outs = [graph.aval(out) for out in graph.outputs]
     alone = len(outs) == 1 or (has_aux and outs)
     return bool(alone) and outs[0].shape == () and jnp.issubdtype(outs[0].dtype, jnp.floating)
 
 
 def scaling_for(policy: Policy, scaling: AbstractLossScaling | None) -> AbstractLossScaling:
-    """A loss scaling, if the user gives none."""
+    """Return the given loss scaling, or a default one for the policy."""
     if scaling is not None:
         return scaling
     # The scale that `DynamicLossScaling` starts with. Without it, underflow in the gradients would
@@ -174,11 +174,11 @@ def gradients_of(
     *,
     has_aux: bool,
 ) -> Callable[..., Gradients]:
-    """A function of a loss's arguments that returns its value and its gradients.
+    """Make a function of a loss's arguments that returns the loss's value and gradients.
 
     Args:
         func: The loss.
-        policy: In which it is computed.
+        policy: The policy in which the loss is computed.
         scaling: A loss scaling, or the state of the policy's recipe.
         has_aux: Whether the loss returns something else as well.
     """
@@ -196,11 +196,11 @@ def gradients_of(
 
 
 class CompiledAsWritten:
-    """A function that is compiled such that every operation is rounded as it is written.
+    """A function that is compiled so that every operation is rounded as it is written.
 
-    Where XLA may keep more bits than a dtype has, as on CPUs, what overflows elsewhere does not
-    overflow there. The program goes when this object goes: a search compiles hundreds, and
-    Equinox's `filter_jit` keeps all that it ever compiled.
+    Where XLA may keep more bits than a dtype has, as on CPUs, values that overflow elsewhere do not
+    overflow. The compiled program is freed with this object: a search compiles hundreds of
+    programs, and Equinox's `filter_jit` keeps every program that it ever compiled.
     """
 
     def __init__(self, func: Callable[..., Any]):
@@ -211,7 +211,7 @@ class CompiledAsWritten:
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The arrays of what the function returns."""
+        """Run the function and return the arrays of its result."""
         arrays, static = eqx.partition((args, kwargs), is_array)
         if self._run is None or not eqx.tree_equal(static, self._static):
             func = self._func

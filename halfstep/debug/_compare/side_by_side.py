@@ -1,4 +1,4 @@
-"""Run a program in a policy and in float32 side by side, and say how far apart its values are."""
+"""Run a program in a policy and in float32 side by side, and measure how its values differ."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from halfstep.debug._instrument.body import Body
 from halfstep.debug._instrument.layout import Layout
 
 Rows = list[jax.Array]
-"""Of each site in order; those in a loop of known length have an axis for its turns."""
+"""The rows of all sites in order; sites in a loop of known length have an axis for iterations."""
 
 
 class Pair(NamedTuple):
@@ -52,16 +52,16 @@ def run_both(
 ) -> tuple[list[Pair], Rows]:
     """Run one function of a program twice, operation by operation.
 
-    Each operation in the policy is given what the policy has made of its operands, so errors add up
-    as they do in training. Where a program's way depends on its values, both take that of float32.
+    Each operation in the policy is given the operands that the policy has computed, so errors add
+    up as they do in training. Where control flow depends on values, both runs follow float32.
 
     Args:
         layout: The sites of the program.
         body: The function.
         plan: How its operations run in the policy.
         values: Its inputs, as the policy holds them and in float32.
-        out_kinds: As which kinds the policy's results are wanted.
-        slots: What a recipe's state has for its products.
+        out_kinds: The kinds in which the policy's results are wanted.
+        slots: The parts of a recipe's state for the products of the function.
     """
     both = _SideBySide(layout, body, plan, slots)
     both.walk(values)
@@ -74,13 +74,13 @@ def run_both(
 
 
 class _SideBySide(Interpreter[Pair]):
-    """Runs every operation as `autocast` does, and as it is written, on values of its own each."""
+    """Runs every operation as `autocast` does and as it is written, each on its own values."""
 
     def __init__(self, layout: Layout, body: Body, plan: Plan, slots: Any) -> None:
         super().__init__(plan.graph)
         self.layout, self.body, self.plan, self.slots = layout, body, plan, slots
         self.sites = layout.rows[body]
-        # What the policy has made, in the dtypes in which it holds and reads it.
+        # The values in the policy, in the dtypes in which the policy holds and reads them.
         self.low = Environment(plan, Surroundings.WHOLE, slots=slots)
         self.rows: Rows = []
 
@@ -114,7 +114,7 @@ class _SideBySide(Interpreter[Pair]):
 
 
 class _Compared(Inside[Pair, Rows]):
-    """The functions inside an operation; each hands its rows out beside its results."""
+    """The functions inside an operation; each returns its rows in addition to its results."""
 
     def __init__(
         self, node: Node, decision: Decision, bodies: Sequence[Body], around: _SideBySide
@@ -124,7 +124,7 @@ class _Compared(Inside[Pair, Rows]):
         self.plans = body_plans(node, decision)
 
     def held(self, operands: Sequence[Pair]) -> Sequence[Pair]:
-        """Operands of a loop in the dtypes in which the policy carries them through all turns."""
+        """Cast a loop's operands to the dtypes that the policy carries through all iterations."""
         compute = self.around.plan.settings.compute
         low = [value.low for value in operands]
         low = carried_operands(self.node, self.decision, low, compute)
@@ -134,8 +134,8 @@ class _Compared(Inside[Pair, Rows]):
         body, plan, kinds = self.bodies[number], self.plans[number], self.decision.outs
         return run_both(self.around.layout, body, plan, values, kinds, state)
 
-    # A test and a choice are answered by float32 for both sides. Were each side to go its own way,
-    # a loop could end earlier on one of them, and values would no longer stand beside each other.
+    # Float32 decides a loop's test and the choice of a branch for both sides. If each side decided
+    # for itself, a loop could end earlier on one of them, and values would no longer correspond.
 
     def goes_on(self, values: Sequence[Pair]) -> jax.Array:
         test = jaxpr_as_fun(self.node.structured(While).test)
@@ -144,8 +144,8 @@ class _Compared(Inside[Pair, Rows]):
     def choice(self, value: Pair) -> jax.Array:
         return value.wide
 
-    # A `scan` stacks the rows of its turns, which tells in which of them an error begins. A `while`
-    # cannot, so its rows are added up; sums of squares add without loss of meaning.
+    # A `scan` stacks the rows of its iterations, which tells in which iteration an error begins. A
+    # `while` cannot stack, so its rows are added up; sums of squares add without loss of meaning.
 
     def before_turns(self, shapes: Callable[[], Rows]) -> Rows:
         return [absent(row.shape) for row in shapes()]

@@ -1,1 +1,1 @@
-"""Run a program with its values recorded, and know what each value is made of."""
+"""Run a program while recording its values, and find what each value is computed from."""

@@ -1,4 +1,4 @@
-"""Find the recorded values that a value is made of, through loops, branches and calls."""
+"""Find the recorded values that a value is computed from, through loops, branches and calls."""
 
 import dataclasses
 import math
@@ -14,19 +14,19 @@ from halfstep.debug._instrument.body import Body
 from halfstep.debug._instrument.layout import Layout
 
 Turns = tuple[float, ...]
-"""A turn of each loop around a value, in the order in which they run; infinite: the last one."""
+"""The iteration of each loop around a value, counted in running order; infinity is the last."""
 # Infinity minus one is infinity. The iteration before the last one, whose number is not known, is
 # therefore the last one again, and `seen` ends the walk after one visit of each value.
 ANY = math.inf
 
 
 Seen = set[tuple[Body, int, Turns]]
-"""The values that a walk has been at, each at a time: loops make circles."""
+"""The values that a walk has visited, each with its iterations: loops create cycles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A value at a time."""
+    """A value in one iteration of each loop around it."""
 
     body: Body
     operand: Operand
@@ -34,7 +34,7 @@ class Moment:
 
 
 class Parents:
-    """Finds the recorded values that others are made of."""
+    """Finds the recorded values that other values are computed from."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -48,7 +48,7 @@ class Parents:
                 self._link(inner)
 
     def runs_backwards(self, body: Body) -> tuple[bool, ...]:
-        """Of the loops around a function, outermost first, whether the last turn runs first."""
+        """Return for each loop around a function, outermost first, whether it runs in reverse."""
         if body not in self._outer:
             return ()
         outer, index = self._outer[body]
@@ -58,13 +58,13 @@ class Parents:
         return (*self.runs_backwards(outer), *own)
 
     def of_outputs(self) -> Iterator[tuple[int | Constant, Turns]]:
-        """What the program returns."""
+        """Yield the recorded values that the program returns or computes its results from."""
         body = self._layout.body
         for operand in body.graph.outputs:
             yield from self._resolve(Moment(body, operand, ()), set())
 
     def of_site(self, row: int, turns: Turns) -> Iterator[tuple[int | Constant, Turns]]:
-        """What a site is made of: rows, and constants that are not finite."""
+        """Yield what a site is computed from: rows, and constants that are not finite."""
         body, number = self._layout.owners[row]
         maker = body.graph.maker(number)
         seen: Seen = set()
@@ -75,7 +75,7 @@ class Parents:
             yield from self._resolve(Moment(body, operand, turns), seen)
 
     def operands(self, row: int, turns: Turns) -> list[int | Constant]:
-        """What the operation that makes a site is given: the nearest row, or a constant."""
+        """Return the operands of a site's operation: for each, the nearest row or a constant."""
         body, number = self._layout.owners[row]
         maker = body.graph.maker(number)
         found: list[int | Constant] = []
@@ -90,7 +90,7 @@ class Parents:
         return found
 
     def between(self, row: int) -> list[str]:
-        """The operations of the same function that no row says anything of, up to a site."""
+        """Name the operations of the same function from the last recorded values up to a site."""
         body, number = self._layout.owners[row]
         found: dict[int, str] = {}
         waiting: list[Operand] = [number]
@@ -99,7 +99,7 @@ class Parents:
             if maker is None or maker in found:
                 continue
             node = body.graph.nodes[maker]
-            # It depends on constants only, so it cannot be the cause.
+            # The operation depends on constants only, so it cannot be the cause.
             if all(isinstance(operand, Constant) for operand in node.ins):
                 continue
             found[maker] = node.name
@@ -111,13 +111,13 @@ class Parents:
         return not isinstance(operand, Constant) and self._layout.row(body, operand) is None
 
     def is_checked(self, row: int) -> bool:
-        """Whether a value is compared, or asked whether it is finite."""
+        """Return whether a value is compared, or tested with `is_finite`."""
         body, number = self._layout.owners[row]
         for index, node in enumerate(body.graph.nodes):
             if body.is_move(index):
                 continue
             takes = any(body.root(operand) == number for operand in node.ins)
-            # Comparisons and `is_finite` take floating point and return none.
+            # Comparisons and `is_finite` take floating-point values but return none.
             if takes and not any(_is_inexact(body.graph.avals[out]) for out in node.outs):
                 return True
         return False
@@ -153,7 +153,7 @@ class Parents:
                 yield from self._resolve(Moment(body, other, turns), seen)
 
     def _of_input(self, moment: Moment, seen: Seen) -> Iterator[tuple[int | Constant, Turns]]:
-        """What an input of a function is, outside of it or in the turn before."""
+        """Resolve an input of a function, outside the function or in the previous iteration."""
         body, turns = moment.body, moment.turns
         if body not in self._outer or moment.operand not in body.graph.inputs:
             return

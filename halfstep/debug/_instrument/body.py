@@ -1,4 +1,4 @@
-"""A program as a tree of functions, and which of their values are sites."""
+"""Represent a program as a tree of functions, and select which of their values are sites."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from halfstep.debug._instrument.stats import is_recorded
 ARGUMENT = "argument"
 TURN_INPUT = "slice of a loop's input"
 RECOMPUTED = "rematted_computation"
-# What a value becomes in these is finite if and only if the value is, and as large.
+# The result of such an operation is finite if and only if its operand is, and as large.
 _MOVES = frozenset(
     {
         *("abs", "neg", "copy", "copy_p", "device_put", "name", "stop_gradient"),
@@ -39,37 +39,37 @@ _MOVES = frozenset(
 )
 
 Select = Callable[["Body"], frozenset[int]]
-"""Which values of a body are sites, by number."""
+"""Selects the values of a body that are sites, by number."""
 Group = tuple[str, Source, Pass, int | None]
-"""What operations have in common: scope, line, pass, and the number of one that stands alone."""
+"""The key of a group: scope, line, pass, and an operation's number if it forms its own group."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Body:
-    """A traced function, where it is, and what is recorded of it."""
+    """A traced function, its place in the program, and the functions inside it."""
 
     graph: Graph
     within: tuple[str, ...]
     loops: tuple[str, ...]
     stages: tuple[Pass, ...]
-    """Of each operation."""
+    """The pass of each operation."""
     stacks: tuple[str, ...]
     """The name stack of each operation, from the outermost function on."""
     lines: tuple[Source, ...]
-    """Of each operation."""
+    """The source line of each operation."""
     inner: Mapping[int, tuple["Body", ...]]
     """The functions inside operations, by the operation's number."""
     turn_inputs: frozenset[int] = frozenset()
-    """Inputs that are another slice in every turn of a loop."""
+    """Inputs that are a different slice in every iteration of a loop."""
     called: Inner | None = None
     """How the operation calls the function; `None` for the outermost one."""
     paths: tuple[str, ...] = ()
-    """Of the outermost function: where in the call each input is."""
+    """For the outermost function, the path of each input in the call."""
     carried: frozenset[int] = frozenset()
-    """Of the outermost function: inputs whose successors it returns, by position."""
+    """For the outermost function, the inputs whose successors it returns, by position."""
 
     def root(self, operand: Operand) -> Operand:
-        """The value that an operand is moved from."""
+        """Return the value that an operand was moved from."""
         while not isinstance(operand, Constant):
             maker = self.graph.maker(operand)
             if maker is None or self.graph.nodes[maker].name not in _MOVES:
@@ -82,11 +82,11 @@ class Body:
         return operand
 
     def is_move(self, index: int) -> bool:
-        """Whether an operation only moves a value."""
+        """Return whether an operation only moves a value."""
         return self.graph.nodes[index].name in _MOVES
 
     def live(self) -> frozenset[int]:
-        """The operations that are made of what is given, and are used or have effects."""
+        """Return the operations that are not constant, and that are used or have effects."""
         return self._used() - self._constant()
 
     def _constant(self) -> frozenset[int]:
@@ -111,20 +111,20 @@ class Body:
 
 
 def body_of(function: ClosedJaxpr, paths: Sequence[str], carried: frozenset[int]) -> Body:
-    """A traced function and all that is in it."""
+    """Build the tree of a traced function and all functions inside it."""
     around = _Around(for_backward=(False,) * len(function.jaxpr.outvars))
     return _body(function, around, Finder(), paths=tuple(paths), carried=carried)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What is known of a function from where it is called."""
+    """Information about a function from the place where it is called."""
 
     scope: str = ""
     stack: str = ""
     stage: Pass = "forward"
     for_backward: tuple[bool, ...] = ()
-    """Of each result: whether only the backward pass uses it."""
+    """For each result, whether only the backward pass uses it."""
     within: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     line: Source | None = None
@@ -164,13 +164,13 @@ def _body(function: ClosedJaxpr, around: _Around, finder: Finder, **known: Any) 
 def _inside(node: Node, around: _Around, line: Source, finder: Finder) -> Iterator[Body]:
     structure = node.structure
     for inner in () if structure is None else structure.inner():
-        # Of a loop's test only the answer is used.
+        # A loop's test is left out, because only its answer is used.
         if not inner.is_test:
             where = dataclasses.replace(
                 around,
                 within=(*around.within, inner.label),
                 loops=(*around.loops, inner.label) if inner.is_loop else around.loops,
-                # JAX's own functions (relu): where they are called.
+                # JAX's own functions, such as relu, get the line of their call.
                 line=line if is_of_jax(inner.function.jaxpr) else None,
             )
             sliced = frozenset(inner.sliced)
@@ -178,14 +178,14 @@ def _inside(node: Node, around: _Around, line: Source, finder: Finder) -> Iterat
 
 
 def is_looked_into(node: Node) -> bool:
-    """Whether values inside an operation can be recorded."""
+    """Return whether values inside an operation can be recorded."""
     return node.structure is not None and not node.structure.is_opaque
 
 
 def _stages(
     graph: Graph, stacks: Sequence[str], around: _Around
 ) -> tuple[tuple[Pass, ...], set[int]]:
-    """Which pass each operation is of, and which values only the backward pass uses."""
+    """Return the pass of each operation, and the values that only the backward pass uses."""
     # Name stacks mark only differentiation. The update is the rest: operations that use gradients,
     # or that the loss does not depend on, such as the step count of an optimizer.
     known: list[Pass | None] = [_written_stage(stack) for stack in stacks]
@@ -226,7 +226,7 @@ def _stages(
 
 
 def _written_stage(stack: str) -> Pass | None:
-    """The pass of an operation, as JAX writes it into the name stack; `None` outside of both."""
+    """Return the pass that JAX writes into an operation's name stack, or `None`."""
     # Checked first: `jax.checkpoint` recomputes inside the backward pass, so the stack of a
     # recomputed operation also contains `transpose(`.
     if RECOMPUTED in stack:
@@ -237,7 +237,7 @@ def _written_stage(stack: str) -> Pass | None:
 
 
 def _made_into(graph: Graph, marked: Sequence[bool]) -> frozenset[int]:
-    """The operations that are marked, and all whose results go into one."""
+    """Return the marked operations, and all operations whose results they depend on."""
     needed: set[int] = set()
     found = set()
     for index in range(len(graph.nodes) - 1, -1, -1):
@@ -252,7 +252,7 @@ def _made_into(graph: Graph, marked: Sequence[bool]) -> frozenset[int]:
 
 
 def every_operation(body: Body) -> frozenset[int]:
-    """All that is computed, all that is given, and what each turn of a loop is given."""
+    """Select all results, all arguments, and the slices that each loop iteration is given."""
     live = body.live()
     # The results of an operation with inner functions are recorded inside these functions.
     found = {
@@ -269,9 +269,10 @@ def every_operation(body: Body) -> frozenset[int]:
 
 
 def between_lines(body: Body) -> frozenset[int]:
-    """What is handed from one line of the user's code or one named scope to another.
+    """Select the values passed from one line of the user's code or one named scope to another.
 
-    Of the update, what is returned; of the arguments, those whose successors are not.
+    The update contributes only the values that it returns. Arguments are selected only if their
+    successors are not returned.
     """
     graph = body.graph
     found: set[int] = set()
@@ -309,7 +310,7 @@ def between_lines(body: Body) -> frozenset[int]:
 
 
 def _widens(graph: Graph, index: int) -> bool:
-    """Whether an operation is a cast in which nothing overflows."""
+    """Return whether an operation is a cast in which nothing overflows."""
     node = graph.nodes[index]
     if node.name != "convert_element_type":
         return False
@@ -325,7 +326,7 @@ def _recordable(body: Body, numbers: set[int]) -> frozenset[int]:
 
 
 def site_of(body: Body, number: int) -> Site:
-    """What is known of a value."""
+    """Describe a value as a site."""
     maker, aval = body.graph.maker(number), body.graph.avals[number]
     if maker is None:
         position = body.graph.inputs.index(number)

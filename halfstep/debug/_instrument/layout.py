@@ -21,39 +21,39 @@ from halfstep.debug._instrument.body import (
 from halfstep.debug._instrument.site import Site
 
 Sites = OneOf["scopes", "ops"] | Callable[[Site], bool]
-"""Which values are recorded: between lines and scopes, all, or those that a function wants."""
+"""Which values are recorded: between lines and scopes, all, or those that a function selects."""
 
 
 # Compared by identity: a layout is static in the log, and JAX compares static fields in every call.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """The sites of a program, in the order of their rows, which is that of one run."""
+    """The sites of a program, in the order of their rows, which is the order of one run."""
 
     body: Body
     sites: tuple[Site, ...]
     owners: tuple[tuple[Body, int], ...]
-    """Of each site, the function and the number of the value in it."""
+    """For each site, its function and the number of the value in that function."""
     rows: Mapping[Body, Mapping[int, int]]
-    """Of each function, the sites among its values."""
+    """For each function, the row of each value that is a site."""
     loops: int
-    """How deep loops are nested at most."""
+    """The maximum nesting depth of loops."""
 
     def __repr__(self) -> str:
         return f"<{len(self.sites)} sites>"
 
     def row(self, body: Body, number: int) -> int | None:
-        """The row of a value, if it is recorded."""
+        """Return the row of a value, or `None` if the value is not recorded."""
         return self.rows[body].get(number)
 
     def count(self, body: Body) -> int:
-        """How many rows a function and those in it have."""
+        """Count the rows of a function and of all functions inside it."""
         inside = sum(self.count(inner) for bodies in body.inner.values() for inner in bodies)
         return len(self.rows[body]) + inside
 
 
 @dataclasses.dataclass(frozen=True)
 class InstrumentedCall:
-    """A call: its sites, and its arrays."""
+    """A traced call with its sites and its arrays."""
 
     layout: Layout
     call: FlatCall
@@ -68,15 +68,15 @@ def instrument(
     sites: Sites,
     compute: np.dtype | None,
 ) -> InstrumentedCall:
-    """Trace a call and say what is recorded of it.
+    """Trace a call and select the values to record.
 
     Args:
         func: Any function that can be traced.
         args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
         kwargs: The same, by name.
-        sites: Which values.
-        compute: The dtype whose range numbers are compared with; `None` for the narrowest of 16
-            bits that the program has.
+        sites: Which values are recorded.
+        compute: The dtype whose range numbers are compared with; `None` for the narrowest 16-bit
+            dtype that the program has.
     """
     call = FlatCall(func, args, kwargs)
     # Otherwise all operations of a `custom_vjp`'s backward rule would get the line of the call.
@@ -87,7 +87,7 @@ def instrument(
 
 
 def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:
-    """The arrays of those arguments whose like is returned: what goes from step to step."""
+    """Find the arrays of arguments that go from step to step: results have the same types."""
 
     # Matched by types, since nothing else links a result to the argument that it replaces. A batch
     # with the types of a result is then not a site, but the values computed from it are.
@@ -106,7 +106,7 @@ def _carried(call: FlatCall, returned: Sequence[Any]) -> frozenset[int]:
 
 
 def _narrowest(body: Body) -> np.dtype:
-    """float16 if a program has it, else bfloat16 if it has that, else float32."""
+    """Return the first of float16 and bfloat16 that a program has, else float32."""
     found = _dtypes(body)
     for dtype in (jnp.float16, jnp.bfloat16):
         if np.dtype(dtype) in found:
@@ -122,7 +122,7 @@ def _dtypes(body: Body) -> set[Any]:
 
 
 def layout_for(body: Body, sites: Sites) -> Layout:
-    """The rows of a program, of the values that a user asks for."""
+    """Lay out the rows of a program for the values that the user asks for."""
     if sites == "scopes":
         return layout_of(body, between_lines)
     if sites == "ops":
@@ -135,12 +135,12 @@ def layout_for(body: Body, sites: Sites) -> Layout:
 
 
 def layout_of(body: Body, select: Select, keep: Callable[[Site], bool] | None = None) -> Layout:
-    """The rows of a program.
+    """Lay out the rows of a program.
 
     Args:
         body: The outermost function.
         select: Which values are sites.
-        keep: Which of these sites are.
+        keep: Which of these sites to keep; `None` for all.
     """
     # Every function gets an entry, even without sites, so that readers need no default.
     sites: list[Site] = []
@@ -166,10 +166,10 @@ def _bodies(body: Body) -> Iterator[Body]:
 
 
 def _in_order(body: Body, selected: Mapping[Body, frozenset[int]]) -> Iterator[tuple[Body, int]]:
-    """Values in the order in which a run makes them.
+    """Yield values in the order in which a run computes them.
 
-    Whatever runs a program appends its rows in this order, and has no other way to say whose they
-    are: the inputs, and of each operation first what is inside, then what it returns.
+    The inputs come first; then, for each operation, the values inside it and its results. An
+    interpreter appends its rows in this order, which is the only link between rows and sites.
     """
     for number in body.graph.inputs:
         if number in selected[body]:

@@ -1,4 +1,4 @@
-"""Run a program and hand out what is recorded of it beside what it returns."""
+"""Run a program and return its recorded rows in addition to its results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from halfstep.debug._instrument.stats import (
 )
 
 Results = tuple[list[Any], jax.Array]
-"""What a function returns, and its rows."""
+"""The results of a function, and its rows."""
 
 
 def run(
@@ -37,11 +37,11 @@ def run(
     """Run one function of a program.
 
     Args:
-        layout: Of the program.
+        layout: The layout of the program.
         body: The function.
-        values: Of its inputs.
+        values: The values of its inputs.
         compute: The dtype whose range the numbers are compared with.
-        detail: Whether rows have the columns that are taken only if they are asked for.
+        detail: Whether to fill the optional columns: range and zeros.
     """
     recorder = _Recorder(layout, body, compute, detail=detail)
     recorder.walk(values)
@@ -49,14 +49,14 @@ def run(
 
 
 class _Recorder(Interpreter[Any]):
-    """Runs every operation as it is, and takes the numbers of what it makes at sites."""
+    """Runs every operation unchanged, and records the numbers of values that are sites."""
 
     def __init__(self, layout: Layout, body: Body, compute: np.dtype, *, detail: bool) -> None:
         super().__init__(body.graph)
         self.layout, self.body, self.compute, self.detail = layout, body, compute, detail
         self.sites = layout.rows[body]
-        # Rows are in the order of a run: those taken here since the last inner function, which are
-        # stacked once and not each by itself, and before them whole blocks.
+        # Rows are in the order of a run. `blocks` has the rows up to the last inner function. `own`
+        # has the rows since then, which are stacked all at once rather than one by one.
         self.own: list[list[Any]] = []
         self.blocks: list[jax.Array] = []
 
@@ -80,7 +80,7 @@ class _Recorder(Interpreter[Any]):
 
 
 class _Recorded(Inside[Any, jax.Array]):
-    """The functions inside an operation; each hands its rows out beside its results."""
+    """The functions inside an operation; each returns its rows in addition to its results."""
 
     def __init__(self, node: Node, bodies: Sequence[Body], around: _Recorder) -> None:
         super().__init__(node)
@@ -98,8 +98,8 @@ class _Recorded(Inside[Any, jax.Array]):
             results, rows = self.run(0, values, state)
             return (*results, rows)
 
-        # The equation is kept as it is: of one that is differentiated already, XLA must not find
-        # out that it computes the same as the forward pass.
+        # The equation is kept as it is: XLA must not find out that an equation that is already
+        # differentiated computes the same as the forward pass.
         *results, rows = structure.bind_as_traced(self.node.primitive, inside, operands)
         return results, rows
 
@@ -127,9 +127,9 @@ class _Recorded(Inside[Any, jax.Array]):
 
     @property
     def turn_column(self) -> int:
-        """The column of the loop that this operation is."""
+        """The column for the iterations of this loop."""
         return Column.TURN + len(self.bodies[0].loops) - 1
 
     def nothing(self, number: int) -> jax.Array:
-        """The rows of a function that has not run."""
+        """Return the rows of a function that has not run."""
         return empty(self.layout.count(self.bodies[number]), self.layout.loops)

@@ -7,24 +7,24 @@ from halfstep._explain import Typed
 from halfstep._program import Source
 
 Pass = OneOf["forward", "backward", "update"]
-"""Of a training step: the loss, its derivative, and what is made of that."""
+"""The passes of a training step: the loss, its derivative, and the update computed from it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One value of a program: what makes it, and where that is written.
+    """One value of a program: the operation that computes it, and its place in the code.
 
     Attributes:
-        op: JAX's name of the primitive that makes it; `"argument"` for what the function is given.
-        source: The line of the user's code: `file`, `line`, `function`. Of the backward pass, the
-            line whose derivative it is.
+        op: JAX's name of the primitive that computes it; `"argument"` for a function's argument.
+        source: The line of the user's code: `file`, `line`, `function`. In the backward pass, the
+            line that is differentiated.
         scope: The `jax.named_scope`s that it is in, with `/` between them.
         stage: `"forward"`, `"backward"`, or `"update"`: what comes after the gradients.
-        recomputed: Whether it is of the forward pass, computed once more for the backward pass.
+        recomputed: Whether it belongs to the forward pass and is recomputed in the backward pass.
         within: The loops, branches and calls that it is in, outermost first: `("scan x12",)`.
-        loops: Which of them are loops, and so have turns.
-        type: Dtype and shape of the value, in one turn and on one shard.
-        path: Of an argument, its path: `"batch/image"`.
+        loops: The entries of `within` that are loops.
+        type: Dtype and shape of the value, in one iteration and on one shard.
+        path: The path of an argument, such as `"batch/image"`.
 
     Example:
         ```python
@@ -69,7 +69,7 @@ class Site:
         return f"{self.stage} (recomputed)" if self.recomputed else self.stage
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "op": self.op,
             "file": self.source.file,

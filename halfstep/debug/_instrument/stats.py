@@ -1,4 +1,4 @@
-"""Reduce a value to the row of numbers that is recorded of it."""
+"""Reduce a value to the row of numbers that is recorded for it."""
 
 import dataclasses
 import math
@@ -26,15 +26,15 @@ class Column(IntEnum):
     ABOVE = 4
     """The share of finite elements above the compute dtype's largest."""
     LOW = 5
-    """The smallest element that is finite; NaN if that was not asked for."""
+    """The smallest finite element; NaN if detail was not requested."""
     HIGH = 6
-    """The largest element that is finite; NaN if that was not asked for."""
+    """The largest finite element; NaN if detail was not requested."""
     ZEROS = 7
-    """How many elements are zero; NaN if that was not asked for."""
+    """How many elements are zero; NaN if detail was not requested."""
     SHARD = 8
     """The first shard of a `shard_map` with elements that are not finite; else -1."""
     TURN = 9
-    """The first turn of the outermost loop with such elements; else -1. Inner loops follow."""
+    """The first iteration of the outermost loop with such elements; else -1. Inner loops follow."""
 
 
 # XLA:CPU reduces an array to one number on a single core. So the leading axes, enough of them for
@@ -46,23 +46,23 @@ EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
 
 
 def is_recorded(aval: AbstractValue | jax.ShapeDtypeStruct) -> bool:
-    """Whether a value has anything to record: it is of floating point, or complex."""
+    """Return whether a value has anything to record: it is floating point or complex."""
     dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
     return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> list[Any]:
-    """The numbers of one value, up to the columns that say where it is.
+    """Compute the numbers of one value, up to the columns that say where it is.
 
     Args:
-        value: Any array of floating point.
+        value: Any floating-point array.
         compute: The dtype whose range the numbers are compared with.
-        detail: Whether to look for the range and for zeros, too.
+        detail: Whether to compute the range and count the zeros as well.
     """
     value = _real(value)
     dtype = value.dtype
-    # As integers, magnitudes keep their order and NaN is above infinity: one maximum says all. It
-    # reads what is stored, for XLA must not look at a wider number that was there before.
+    # As integers, magnitudes keep their order and NaN is above infinity, so one maximum is enough.
+    # The stored bits are read, so that XLA cannot use a wider number that was there before.
     bits, infinite = _magnitude(value), _bits_of(np.inf, dtype)
     low, high = _limits(dtype, compute)
     counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
@@ -85,13 +85,13 @@ def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> lis
 
 
 def _both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
-    """The numbers of two parts as one."""
+    """Merge the numbers of two parts."""
     counts = (x + y for x, y in zip(one[2:], other[2:], strict=True))
     return (jnp.maximum(one[0], other[0]), jnp.minimum(one[1], other[1]), *counts)
 
 
 def _leading(shape: Sequence[int]) -> int:
-    """How many of the first axes have enough elements for all cores."""
+    """Return how many leading axes together have enough elements for all cores."""
     size = 1
     for number, length in enumerate(shape):
         if size >= _PARTS:
@@ -101,7 +101,7 @@ def _leading(shape: Sequence[int]) -> int:
 
 
 def as_rows(values: Sequence[Sequence[Any]], loops: int) -> jax.Array:
-    """The numbers of some values as rows, with a column for each of so many loops."""
+    """Stack the numbers of some values into rows, with one more column per loop."""
     if not values:
         return empty(0, loops)
     columns = [jnp.stack(column) for column in zip(*values, strict=True)]
@@ -118,21 +118,22 @@ def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:
 
 
 def empty(sites: int, loops: int) -> jax.Array:
-    """The rows of what was not computed."""
-    # Written out, number by number: what is computed again may not have constants of its own.
+    """Return rows for values that were not computed."""
+    # Built number by number: a function that is recomputed may not have constants of its own.
     columns = [jnp.full((sites, 1), number, jnp.float32) for number in EMPTY + (-1.0,) * loops]
     return jnp.concatenate(columns, axis=1)
 
 
 def combined(rows: jax.Array, where: Column | int) -> jax.Array:
-    """The rows of all turns or shards as one: `[n, sites, columns]` to `[sites, columns]`.
+    """Merge the rows of all iterations or shards: `[n, sites, columns]` to `[sites, columns]`.
 
-    Of a value that is not finite, the first turn with it counts. The columns of detail are those of
-    the first turn in which any value of the function is not finite, if there is one.
+    For a value that is not finite, the first iteration in which it is not finite counts. The detail
+    columns are those of the first iteration in which any value of the function is not finite, if
+    there is one.
 
     Args:
-        rows: At least one.
-        where: The column that says in which of the `n` the first elements are that are not finite.
+        rows: The rows of at least one iteration or shard.
+        where: The column for the first of the `n` with elements that are not finite.
     """
     bad = rows[:, :, Column.BAD] > 0
     first = jnp.argmax(bad, axis=0)
@@ -143,22 +144,22 @@ def combined(rows: jax.Array, where: Column | int) -> jax.Array:
 
 
 class Turns(NamedTuple):
-    """The rows of a `while_loop` so far, which cannot stack the results of its iterations."""
+    """The rows so far of a `while_loop`, which cannot stack the results of its iterations."""
 
     number: jax.Array
     """How many iterations there were."""
     times: jax.Array
-    """In how many of them each value was computed: not in those where a branch left it out."""
+    """In how many iterations each value was computed: a branch may leave it out."""
     rows: jax.Array
 
 
 def no_turns(sites: int, loops: int) -> Turns:
-    """Before the first iteration."""
+    """Return the state before the first iteration."""
     return Turns(jnp.int32(0), jnp.zeros(sites, jnp.float32), empty(sites, loops))
 
 
 def after_turn(before: Turns, now: jax.Array, where: int) -> Turns:
-    """After one more iteration with rows of its own."""
+    """Return the state after one more iteration, with the rows of that iteration merged in."""
     is_bad = now[:, Column.BAD] > 0
     turn = before.number.astype(jnp.float32)
     now = now.at[:, where].set(jnp.where(is_bad, turn, np.float32(-1)))
@@ -169,18 +170,18 @@ def after_turn(before: Turns, now: jax.Array, where: int) -> Turns:
 
 
 def _ran(rows: jax.Array) -> jax.Array:
-    """1 for each row that says anything, else 0."""
+    """Return 1 for each row of a value that was computed, else 0."""
     return (rows[..., Column.ABSMAX] != -1).astype(jnp.float32)
 
 
 def _merged(rows: jax.Array, times: jax.Array, any_bad: jax.Array, turn: jax.Array) -> jax.Array:
-    """Rows as one; those of detail are of a turn, if anything was bad in it.
+    """Merge rows; if anything was not finite, the detail columns are those of one iteration.
 
     Args:
         rows: `[n, sites, columns]`.
-        times: `[n, sites]`: of how many iterations each row is.
-        any_bad: Whether any value was not finite in any of them.
-        turn: The first of the `n` with such a value.
+        times: `[n, sites]`: how many iterations each row covers.
+        any_bad: Whether any value was not finite in any row.
+        turn: The first of the `n` in which a value was not finite.
     """
     bad = rows[:, :, Column.BAD] > 0
     # Magnitude and count are of the first iteration in which the value itself is not finite. Range
@@ -218,7 +219,7 @@ def _merged(rows: jax.Array, times: jax.Array, any_bad: jax.Array, turn: jax.Arr
 def _real(value: jax.Array) -> jax.Array:
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         return jnp.stack([value.real, value.imag])
-    # Formats of 8 and 4 bits have no infinity, or none where the others have it.
+    # 8-bit and 4-bit formats have no infinity, or encode it differently from the other formats.
     return value.astype(jnp.float32) if value.dtype.itemsize < 2 else value
 
 
@@ -246,19 +247,19 @@ def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The bits of the compute dtype's smallest normal number and of its largest."""
+    """Return the bits of the compute dtype's smallest normal number and of its largest."""
     largest = float(jnp.finfo(compute).max)
     # In a dtype of smaller range the limits become zero and infinity: nothing is outside.
     with np.errstate(over="ignore"):
         low, high = _bits_of(float(jnp.finfo(compute).tiny), dtype), _bits_of(largest, dtype)
-    # A dtype of fewer digits may have to round it up.
+    # A dtype with fewer digits may have to round the largest number up.
     rounded_up = float(high.view(dtype)) > largest
     return low, np.asarray(high - high.dtype.type(rounded_up))
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers of a value.
+    """The recorded numbers of a value.
 
     Attributes:
         absmax: The largest magnitude; infinite or NaN if any element is.
@@ -304,7 +305,7 @@ class Range:
 
 
 def range_of(row: np.ndarray, *, finite: bool = False) -> Range:
-    """The numbers of a recorded value; of the time before it was not finite, if that is asked."""
+    """Return the numbers of a recorded value; with `finite`, from before it was not finite."""
     largest = np.maximum(abs(row[Column.LOW]), abs(row[Column.HIGH]))
     return Range(
         float(largest if finite else row[Column.ABSMAX]),

@@ -14,36 +14,36 @@ KNOWN = (LOSS, SCALE, SKIPPED, IN_A_ROW, UNDERFLOW, OVERFLOW)
 
 
 class Part(IntEnum):
-    """What is kept of a number in a point, by position."""
+    """The statistics of a number that a point keeps, by position."""
 
     COUNT = 0
-    """How often it was given and finite."""
+    """How often the number was given and finite."""
     TOTAL = 1
-    """The sum of those."""
+    """The sum of the finite values."""
     LOW = 2
-    """The lowest of those; infinite if there are none."""
+    """The lowest finite value; infinite if there is none."""
     HIGH = 3
-    """The highest of those; minus infinity if there are none."""
+    """The highest finite value; minus infinity if there is none."""
     LAST = 4
-    """The last that was given, finite or not; NaN if there is none."""
+    """The last value that was given, finite or not; NaN if there is none."""
     BAD = 5
-    """How often it was given and not finite."""
+    """How often the number was given and not finite."""
 
 
-# In the order of `Part`.
 _MOST = 2**20
+# In the order of `Part`.
 _EMPTY = (0.0, 0.0, math.inf, -math.inf, math.nan, 0.0)
 
 
 class History:
-    """Points of one update each; once there are too many, of two, of four, and so on.
+    """Points of one update each; once there are too many, of two updates, then four, and so on.
 
     Args:
-        points: How many at most, an even number.
+        points: The maximum number of points, an even number.
 
     Attributes:
-        width: How many updates a point has.
-        updates: How many were added in all.
+        width: How many updates a point covers.
+        updates: How many updates were added in all.
         last: The newest step; -1 if there is none.
     """
 
@@ -69,18 +69,18 @@ class History:
         return self._steps[: self._size]
 
     def part(self, name: str, which: Part) -> np.ndarray:
-        """A number, point by point."""
+        """Return one statistic of a number, point by point."""
         return self._parts[name][: self._size, which]
 
     def mean(self, name: str) -> np.ndarray:
-        """The mean of a number in each point; NaN where there is none that is finite."""
+        """Return the mean of a number in each point; NaN where no value is finite."""
         count = self.part(name, Part.COUNT)
         made = np.full(len(self), np.nan)
         np.divide(self.part(name, Part.TOTAL), count, out=made, where=count > 0)
         return made
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One more update. A step that was there before begins anew from it."""
+        """Add an update. A step lower than the last one drops the steps from there on."""
         # After a restore from a checkpoint, the later steps never happened. They stay only in a
         # point that began before the restored step: a point is a sum and cannot be split.
         if self._size and step < self.last:
@@ -108,7 +108,7 @@ class History:
                 row[Part.BAD] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values; `None` where there is nothing."""
+        """Return everything as plain values; `None` where there is nothing."""
         numbers = {
             name: {
                 "mean": _plain(self.mean(name)),
@@ -136,7 +136,7 @@ class History:
         self._filled = 0
 
     def _halve(self) -> None:
-        """Of every two points, make one."""
+        """Merge every two points into one."""
         # Each time, the number of updates until the next merge doubles, so the mean cost of an
         # update does not depend on the length of the run.
         half = self._size // 2

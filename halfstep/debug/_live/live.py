@@ -36,32 +36,32 @@ from halfstep.debug._live.show import (
 )
 from halfstep.debug._record.record import Log
 
-# So many updates may wait for the device. When there are more, it has that many steps to do, and
-# waiting for the first of them does not stall it.
+# At most this many updates may wait for the device. When there are more, the device has that many
+# steps to do, and waiting for the first of them does not stall it.
 _WAITING = 128
-# Between two lines, in seconds: a terminal takes longer to write than a small step to run.
+# Seconds between two lines: writing to a terminal takes longer than running a small step.
 _PAUSE = 0.1
 
 
 class Live(Report):
-    """A training loop's loss, loss scale, skips, underflow and overflow, while it runs.
+    """Shows a training loop's loss, loss scale, skips, underflow and overflow while it runs.
 
     `update` does not wait for the device: it keeps copies of the numbers, and reads them in a later
-    call, once they are computed. So the line is of a step or more before. The history takes
-    constant memory: beyond `points`, neighbors become one point, with their mean, lowest, highest
-    and last value.
+    call, once they are computed. The line is therefore one or more steps behind. The history takes
+    constant memory: beyond `points`, neighboring points are merged into one, with their mean,
+    lowest, highest and last value.
 
-    Of several processes, only process 0 keeps, shows and writes anything; the others may call the
-    same.
+    With several processes, only process 0 keeps, shows and writes anything; the others may make the
+    same calls.
 
     Args:
-        style: `"tqdm"` or `"rich"`: a line of its own, which needs `halfstep[live]`. Without it,
-            nothing is shown; print `live.line`.
-        bar: A tqdm bar of yours: the line is written behind it.
-        every: Only steps that are a multiple of this are looked at.
-        points: How many points the history has at most.
-        name_above: In the line, the site that loses most is named if it loses more than this share
-            of its elements.
+        style: `"tqdm"` or `"rich"` shows a separate line, which needs `halfstep[live]`. By default,
+            nothing is shown; print `live.line` instead.
+        bar: Your own tqdm bar; the line is written after it.
+        every: Only steps that are a multiple of this number are used.
+        points: The maximum number of points in the history.
+        name_above: The line names the site that loses most if it loses more than this share of its
+            elements.
 
     Example:
         ```python
@@ -111,7 +111,7 @@ class Live(Report):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # After an error, what still waits may never come.
+        # After an error, updates that still wait may never be computed.
         self.close(wait=error is None)
 
     @property
@@ -121,16 +121,17 @@ class Live(Report):
 
     @property
     def latest(self) -> dict[str, float]:
-        """The newest value of each number that was read: for TensorBoard, wandb and the like.
+        """The newest value of each number that was read, for TensorBoard, wandb and the like.
 
-        `loss`, `loss_scale`, `skipped`, `skipped_in_a_row`, `underflow` and `overflow`, as far as
-        `update` was given what they come from, and your own numbers. It waits for nothing.
+        The names are `loss`, `loss_scale`, `skipped`, `skipped_in_a_row`, `underflow` and
+        `overflow`, as far as `update` was given their sources, and those of your own numbers.
+        Reading `latest` does not wait for the device.
         """
         return dict(self._latest)
 
     @property
     def line(self) -> str:
-        """The newest values on one line; empty if nothing was read. It waits for nothing."""
+        """The newest values on one line; empty if nothing was read. Does not wait."""
         return line_of(self._latest, self._shares, self._name_above)
 
     @checked
@@ -146,24 +147,24 @@ class Live(Report):
     ) -> bool:
         """Take what a step has returned, before the next step, and show what is computed by now.
 
-        It is called on the host, after each step. Arrays may be donated to the next step
-        afterwards. A step that is lower than the one before, after a restore, drops what came after
-        it.
+        Call it on the host, after each step. Arrays may be donated to the next step afterwards. A
+        step lower than the previous one, as after a restore, drops the history after that step.
 
         Args:
             step: The step's number, counted on the host.
             loss: The loss.
             scaling: The loss scaling.
-            ledger: The ledger: steps skipped.
-            log: The log of a recorded step: the shares of the elements of its forward and backward
-                pass that are below the compute dtype's smallest normal number but not zero, and
-                above its largest or not finite. Values of 16 bits or fewer count, or all if there
-                are none, by the size of one loop turn on one shard.
-            **numbers: Your own, such as `accuracy`. Without a `scaling` or a `ledger`, `loss_scale`
-                and `skipped` mean the same.
+            ledger: The ledger, which counts skipped steps.
+            log: The log of a recorded step. It gives the underflow and overflow of the forward and
+                the backward pass. Underflow is the share of elements that are below the compute
+                dtype's smallest normal number but not zero. Overflow is the share of elements that
+                are above its largest number or not finite. Only values of 16 bits or fewer count,
+                or all values if there are none, by their size in one loop iteration on one shard.
+            **numbers: Your own numbers, such as `accuracy`. Without `scaling` or `ledger`, you can
+                give `loss_scale` and `skipped` here with the same meaning.
 
         Returns:
-            Whether `latest` is of another step now.
+            Whether `latest` is now from another step.
 
         Raises:
             ValueError: If a number is an array with axes, was donated, or is not on process 0.
@@ -195,16 +196,16 @@ class Live(Report):
         return self._read()
 
     def flush(self) -> None:
-        """Wait for all that was given, read it, and show it."""
+        """Wait for all updates, read them, and show the line."""
         self._read(wait=True)
         self._show(now=True)
 
     @checked
     def close(self, *, wait: bool = True) -> None:
-        """Show the last line, and leave it there. A bar that was given stays open.
+        """Show the last line, and leave it on the screen. A bar of your own stays open.
 
         Args:
-            wait: Whether to wait for what is not computed yet.
+            wait: Whether to wait for updates that are not computed yet.
         """
         if wait:
             self.flush()
@@ -216,7 +217,7 @@ class Live(Report):
             self._display = None
 
     def summary(self) -> str:
-        """The run so far, as a table. It waits for what was given."""
+        """Return a table of the run so far. Waits for all updates."""
         self.flush()
         return text_of(*self._parts())
 
@@ -228,7 +229,7 @@ class Live(Report):
         return html_of(*self._parts())
 
     def to_dict(self) -> dict[str, Any]:
-        """The history as plain values. It waits for what was given."""
+        """Return the history as plain values. Waits for all updates."""
         self.flush()
         worst = {
             name: {"share": found.share, "step": step, "site": found.site.to_dict()}
@@ -242,11 +243,15 @@ class Live(Report):
         }
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The history as JSON; process 0 also writes it to a file if one is given. It waits."""
+        """Return the history as JSON; process 0 also writes it to a file. Waits for all updates.
+
+        Args:
+            path: The file; without it, nothing is written.
+        """
         return super().to_json(path if self._is_first else None)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the history into a PNG: a panel for each kind of number. It waits.
+        """Draw the history into a PNG file, one panel per kind of number. Waits for all updates.
 
         Args:
             path: The file. Needs `halfstep[plot]`.
@@ -272,7 +277,7 @@ class Live(Report):
         return self._sites
 
     def _read(self, *, wait: bool = False) -> bool:
-        """Read what is computed, the oldest first; whether there was any."""
+        """Read the updates that are computed, oldest first; return whether there were any."""
         found = False
         while self._waiting:
             taken = self._waiting[0]
@@ -314,9 +319,9 @@ class Live(Report):
 
 
 def _numbers(loss: object, scaling: object, ledger: Ledger | None) -> dict[str, Any]:
-    """What comes from the training state, by name."""
+    """Return the numbers that come from the training state, by name."""
     found: dict[str, Any] = {} if loss is None else {LOSS: loss}
-    # That of a recipe has a loss scaling of its own.
+    # The scaling of a recipe has a loss scaling of its own.
     if scaling is not None and not isinstance(getattr(scaling, "loss", scaling), NoLossScaling):
         scale = getattr(scaling, "loss_scaling", None)
         if scale is None:

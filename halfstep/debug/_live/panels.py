@@ -17,7 +17,7 @@ from halfstep.debug._live.history import (
     Part,
 )
 
-# Colors that stay apart for color-blind readers.
+# Colors that color-blind readers can tell apart.
 _COLORS, _BAD = ("#0072b2", "#e69f00"), "#d32f2f"
 
 
@@ -44,14 +44,15 @@ def draw_panels(history: History, path: str | os.PathLike[str]) -> None:
         elif UNDERFLOW in names or OVERFLOW in names:
             axes.set_ylim(0, max(axes.get_ylim()[1], 0.001))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g} %"))
-        # Skips move the scale; without one, they are told below the first panel's curve.
+        # Skips change the scale, so they are marked on its curve; without a scale, they are marked
+        # below the first panel's curve.
         if skips.any() and (SCALE in names or (number == 0 and SCALE not in history.names)):
             _mark_skips(axes, history, skips, on_curve=SCALE in names)
         axes.set_title(title, loc="left", fontsize=10)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         if any(not label.startswith("_") for label in axes.get_legend_handles_labels()[1]):
-            # Beside the title, where no curve is.
+            # Next to the title, away from the curves.
             where = {"loc": "lower right", "bbox_to_anchor": (1, 0.98), "ncols": 3}
             axes.legend(frameon=False, fontsize=8, **where)
     rows[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -60,7 +61,7 @@ def draw_panels(history: History, path: str | os.PathLike[str]) -> None:
 
 
 def panels_of(history: History) -> dict[str, tuple[str, ...]]:
-    """Titles of the panels for which there is data, and the numbers that are drawn in each."""
+    """Return the titles of the panels that have data, and the numbers that each one draws."""
     known = set(history.names)
     shares = tuple(name for name in (UNDERFLOW, OVERFLOW) if name in known)
     made: dict[str, tuple[str, ...]] = {"loss": (LOSS,)} if LOSS in known else {}
@@ -74,12 +75,12 @@ def panels_of(history: History) -> dict[str, tuple[str, ...]]:
 
 
 def skipped_points(history: History) -> np.ndarray:
-    """In which points steps were skipped."""
+    """Find the points in which steps were skipped."""
     if SKIPPED not in history.names:
         return np.zeros(len(history), bool)
     counts = history.part(SKIPPED, Part.LAST)
     known = np.flatnonzero(~np.isnan(counts))
-    # A run that goes on begins with what was skipped before.
+    # A resumed run begins with the skips from before.
     before = 0 if not known.size or history.steps[0] == 0 else counts[known[0]]
     made = np.zeros(len(history), bool)
     made[known] = np.diff(counts[known], prepend=before) > 0
@@ -87,7 +88,7 @@ def skipped_points(history: History) -> np.ndarray:
 
 
 def _values(history: History, name: str, which: Part | None) -> np.ndarray:
-    """A number as it is drawn: the mean, or a part of it; a scale as its exponent."""
+    """Return a number as it is drawn: its mean or one statistic; a scale as its exponent."""
     made = history.mean(name) if which is None else history.part(name, which).astype(float)
     made = np.where(np.isfinite(made), made, np.nan)
     if name != SCALE:
@@ -99,7 +100,7 @@ def _values(history: History, name: str, which: Part | None) -> np.ndarray:
 
 def _curve(axes: Any, history: History, name: str, color: str) -> None:
     steps = history.steps
-    # What is counted, or a power of 2, has no mean.
+    # A count and a power of 2 have no mean.
     has_mean = name not in (SCALE, SKIPPED)
     values = _values(history, name, None if has_mean else Part.LAST)
     # A number that is not given every time has gaps, which are not drawn.
@@ -131,7 +132,7 @@ def _mark_skips(axes: Any, history: History, skips: np.ndarray, *, on_curve: boo
 
 
 def _rug(axes: Any, steps: np.ndarray, height: float, label: str, marker: str) -> None:
-    """Marks at a height of the panel, from 0 to 1."""
+    """Draw marks at a height of the panel, from 0 to 1."""
     heights = np.full(len(steps), height)
     where = axes.get_xaxis_transform()
     axes.plot(steps, heights, marker, color=_BAD, markersize=5, transform=where, label=label)

@@ -17,25 +17,25 @@ from halfstep.debug._instrument.site import Site
 from halfstep.debug._instrument.stats import Column
 from halfstep.debug._record.record import Log
 
-# What `Sites.shares` needs of a row, in this order.
+# The columns of a row that `Sites.shares` needs, in this order.
 _COLUMNS = (Column.ABSMAX, Column.BAD, Column.BELOW, Column.ABOVE)
 
 
 class Worst(NamedTuple):
-    """The site that loses most, and which share of its elements that is."""
+    """The site that loses most, and the share of its elements that it loses."""
 
     share: float
     site: Site
 
 
 class Shares(NamedTuple):
-    """The shares of one step.
+    """The shares of elements that one step loses.
 
     Attributes:
-        underflow: Of the elements that are below the smallest normal number, and not zero.
-        overflow: Of those that are above the largest, or not finite.
-        most_underflow: Where most are below.
-        most_overflow: Where most are above.
+        underflow: The share of elements that are below the smallest normal number, and not zero.
+        overflow: The share of elements that are above the largest number, or not finite.
+        most_underflow: The site with the largest underflow.
+        most_overflow: The site with the largest overflow.
     """
 
     underflow: float
@@ -53,9 +53,9 @@ class Sites:
         self._named = _is_named(sites)
 
     def shares(self, rows: np.ndarray) -> Shares | None:
-        """What the rows of a step say, or `None` if nothing was computed."""
+        """Compute the shares from the rows of a step, or `None` if nothing was computed."""
         absmax, bad, below, above = rows.T
-        # A branch that did not run in this step counts as nothing.
+        # Sites in a branch that did not run in this step do not count.
         sizes = np.where(absmax == -1, 0.0, self._sizes)
         if not sizes.any():
             return None
@@ -74,10 +74,10 @@ class Sites:
 
 
 def _sizes(sites: Sequence[Site]) -> np.ndarray:
-    """How many elements of each site count.
+    """Return how many elements of each site count.
 
-    What comes after the gradients does not: the update is computed in the dtype of the parameters.
-    Where anything has 16 bits or fewer, neither does what has more, for it loses nothing.
+    The update does not count, because it is computed in the dtype of the parameters. If any site
+    has 16 bits or fewer, wider sites do not count either, because they lose nothing.
     """
     sizes = np.asarray([math.prod(site.type.shape) for site in sites], float)
     sizes[[site.stage == "update" for site in sites]] = 0
@@ -86,7 +86,7 @@ def _sizes(sites: Sequence[Site]) -> np.ndarray:
 
 
 def _is_named(sites: Sequence[Site]) -> np.ndarray:
-    """Which sites are a line of the user's: a cast that a library has put in says nothing."""
+    """Return which sites are on a line of the user: a cast that a library adds says nothing."""
     # The finder prefers any other frame to one of a library. So a second frame is offered, and if
     # it is chosen, the first one is in a library.
     finder, elsewhere = Finder(), Frame("elsewhere", 0, "")
@@ -101,13 +101,13 @@ def _is_named(sites: Sequence[Site]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What an update was given. The arrays are copies, for the next step may be given the others.
+    """The numbers of an update. Arrays are copies: the next step may be given the originals.
 
     Attributes:
         step: The step.
         numbers: Arrays of one element, or numbers.
-        rows: The last step's rows of a log.
-        sites: Of each of the rows.
+        rows: The rows of the last step in a log.
+        sites: The sites of the rows.
     """
 
     step: int
@@ -116,16 +116,16 @@ class Taken:
     sites: Sites | None = None
 
     def is_ready(self) -> bool:
-        """Whether reading does not wait."""
+        """Return whether reading would not wait."""
         return all(array.is_ready() for array in self._arrays())
 
     def start(self) -> None:
-        """Begin to copy to the host, as soon as the device is done."""
+        """Start copying to the host, as soon as the device is done."""
         for array in self._arrays():
             array.copy_to_host_async()
 
     def read(self) -> tuple[dict[str, float], Shares | None]:
-        """The numbers. Waits for them, if it must."""
+        """Return the numbers and the shares. Waits for them if necessary."""
         found = {name: float(np.asarray(value)) for name, value in self.numbers.items()}
         return found, None if self.sites is None else self.sites.shares(np.asarray(self.rows))
 
@@ -137,16 +137,16 @@ class Taken:
 def take(
     step: int, numbers: Mapping[str, Any], log: Log | None = None, sites: Sites | None = None
 ) -> Taken:
-    """Copy what was given, without waiting for it.
+    """Copy the numbers of an update, without waiting for them.
 
     Args:
-        step: Its number.
-        numbers: By name.
-        log: Of a recorded step.
-        sites: Of the log.
+        step: The number of the step.
+        numbers: The numbers, by name.
+        log: The log of a recorded step.
+        sites: The sites of the log.
 
     Raises:
-        ValueError: If a number is no number, or not on this process.
+        ValueError: If a value is not a number, or is not on this process.
     """
     check(numbers, log)
     plain: dict[str, Any] = {}
@@ -170,7 +170,7 @@ def take(
 
 
 def check(numbers: Mapping[str, Any], log: Log | None) -> None:
-    """Raise if a number is none, is gone, or is not the same on all devices."""
+    """Raise if a value is not a number, was donated, or is not the same on all devices."""
     for name, value in numbers.items():
         _check_number(name, value)
         if isinstance(value, jax.Array):
@@ -186,7 +186,7 @@ def _check_number(name: str, value: Any) -> None:
             f"`{name}` is traced: `update` was called inside a compiled function. Return it "
             "from the step, and call `update` with what the step returns."
         )
-    # Python's whole numbers have no largest one.
+    # Python's integers are unbounded.
     is_real = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
     if isinstance(value, Shaped):
         # Converting an array would wait for its value; its dtype is known.
@@ -210,7 +210,7 @@ def _check_array(name: str, value: jax.Array) -> None:
 
 
 def _local(name: str, value: jax.Array) -> jax.Array:
-    """The part of an array on one device of this process."""
+    """Return the part of an array on one device of this process."""
     _check_place(name, value, is_here=bool(value.addressable_shards))
     return value.addressable_data(0)
 
@@ -233,6 +233,6 @@ def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 @jax.jit
 def _last_rows(rows: jax.Array, step: jax.Array) -> jax.Array:
     last = rows[(step - 1) % rows.shape[0]]
-    # One column at a time: an index array would be gathered.
+    # One column at a time: an index array would become a gather.
     columns = jnp.stack([last[:, column] for column in _COLUMNS], axis=1)
     return jnp.where(step > 0, columns, jnp.full_like(columns, -1))

@@ -29,14 +29,14 @@ _HEADINGS = ("", "now", "lowest", "highest", "not finite")
 
 
 def _power(value: float) -> str:
-    """A loss scale: `2^15`."""
+    """Format a loss scale, such as `2^15`."""
     if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
         return f"2^{math.frexp(value)[1] - 1}"
     return f"{value:g}"
 
 
 def _shown(name: str, value: float) -> str:
-    """A number by its name."""
+    """Format a number according to its name."""
     if not math.isfinite(value):
         return str(value)
     if name == SCALE:
@@ -47,12 +47,12 @@ def _shown(name: str, value: float) -> str:
 
 
 def _place(site: Site) -> str:
-    """A site in a few characters: `train.py:12`."""
+    """Return the place of a site in a few characters, such as `train.py:12`."""
     return site.path or site.source.short
 
 
 def line_of(latest: Mapping[str, float], shares: Shares | None, name_above: float) -> str:
-    """All of it on one line; a site is named if it loses more than that share."""
+    """Write the newest values on one line; name a site if it loses more than `name_above`."""
     parts = []
     for name, title in ((LOSS, "loss"), (SCALE, "scale")):
         if name in latest:
@@ -74,14 +74,14 @@ def line_of(latest: Mapping[str, float], shares: Shares | None, name_above: floa
 
 
 def headline(history: History) -> str:
-    """Which steps are there."""
+    """Say which steps the history covers."""
     if not len(history):
         return "nothing was given yet"
     return f"steps {history.steps[0]} to {history.last}, {history.updates} updates"
 
 
 def table_of(history: History, latest: Mapping[str, float]) -> list[list[str]]:
-    """A line of the table for each number."""
+    """Return a row of the table for each number."""
     known = [name for name in KNOWN if name in history.names]
     made = []
     for name in [*known, *(name for name in history.names if name not in KNOWN)]:
@@ -95,13 +95,13 @@ def table_of(history: History, latest: Mapping[str, float]) -> list[list[str]]:
 
 
 def worst_line(name: str, worst: Worst, step: int) -> str:
-    """Where most was lost."""
+    """Say where most was lost."""
     site = worst.site
     return f"Most {name}: {percent(worst.share)} of {site}, {site.pass_name}, in step {step}."
 
 
 def text_of(head: str, table: list[list[str]], notes: list[str]) -> str:
-    """All of it."""
+    """Return the whole view as text."""
     parts = [head]
     if table:
         parts.append(aligned([list(_HEADINGS), *table], [False, *[True] * (len(_HEADINGS) - 1)]))
@@ -111,7 +111,7 @@ def text_of(head: str, table: list[list[str]], notes: list[str]) -> str:
 
 
 def html_of(head: str, table: list[list[str]], notes: list[str]) -> str:
-    """The same for notebooks; what was not finite is red."""
+    """Return the whole view as HTML for notebooks; numbers that were not finite are red."""
     parts = [f"<p>{escaping.escape(head)}</p>"]
     if table:
         cells = [[(cell, at > 0) for at, cell in enumerate(row)] for row in table]
@@ -126,30 +126,30 @@ class Display(abc.ABC):
 
     @abc.abstractmethod
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
-        """Write it over the one before.
+        """Write a line over the previous one.
 
         Args:
-            line: What is new.
+            line: The new line.
             alarm: Whether something is wrong.
-            draw: Whether it is time to write. If not, it need not be seen.
+            draw: Whether it is time to write. If not, the line need not become visible.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leave the last one there."""
+        """Leave the last line on the screen."""
 
 
 @runtime_checkable
 class PostfixBar(Protocol):
-    """A tqdm bar, or what can do the same."""
+    """A tqdm bar, or an object with the same method."""
 
     def set_postfix_str(self, s: str, refresh: bool) -> object:
-        """Show text behind the bar."""
+        """Show text after the bar."""
         ...
 
 
 class Bar(Display):
-    """Behind the user's bar, which stays theirs."""
+    """A line after the user's bar, which the user still owns."""
 
     def __init__(self, bar: object):
         if not isinstance(bar, PostfixBar):
@@ -160,16 +160,16 @@ class Bar(Display):
         self._bar = bar
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
-        """It is drawn by the bar, too, and for the last time at the end of the loop."""
+        """Pass the line to the bar, which also draws it itself, last at the end of the loop."""
         # Without `refresh`, the bar shows the line when it next draws itself.
         self._bar.set_postfix_str(line, refresh=draw)
 
     def close(self) -> None:
-        """It is closed by whoever made it."""
+        """Do nothing: whoever made the bar closes it."""
 
 
 class Tqdm(Display):
-    """A line of tqdm's, without a bar."""
+    """A tqdm line without a bar."""
 
     def __init__(self) -> None:
         with _installed("tqdm"):
@@ -178,16 +178,16 @@ class Tqdm(Display):
             self._bar: Any = tqdm(bar_format="{desc}")
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
-        """Text has no color here."""
+        """Write the line, without color."""
         self._bar.set_description_str(line, refresh=draw)
 
     def close(self) -> None:
-        """Leave the last one there."""
+        """Leave the last line on the screen."""
         self._bar.close()
 
 
 class Rich(Display):
-    """A line of rich's; red if something is wrong."""
+    """A rich line; red if something is wrong."""
 
     def __init__(self, console: Any = None):
         with _installed("rich"):
@@ -195,11 +195,11 @@ class Rich(Display):
             from rich.text import Text
 
             self._text: Any = Text
-            # Drawn when there is something new: no thread.
+            # Drawn only when there is something new, so it needs no thread.
             self._live: Any = Live(console=console, auto_refresh=False)
 
     def show(self, line: str, *, alarm: bool, draw: bool) -> None:
-        """Cut at the end of the screen's line."""
+        """Write the line, cut off at the width of the screen."""
         if not draw:
             return
         if not self._live.is_started:
@@ -209,16 +209,16 @@ class Rich(Display):
         self._live.update(text, refresh=True)
 
     def close(self) -> None:
-        """Leave the last one there."""
+        """Leave the last line on the screen."""
         if self._live.is_started:
             self._live.stop()
             if not self._live.console.is_terminal:
-                # To a file, rich leaves the end of the line out.
+                # When rich writes to a file, it leaves out the final newline.
                 self._live.console.line()
 
 
 def display(style: Style | None, bar: object) -> Display | None:
-    """What the user asked for."""
+    """Create the display that the user asked for, if any."""
     if style not in (None, "tqdm", "rich"):
         raise ValueError(f"`style` must be 'tqdm', 'rich' or None; got {style!r}")
     if bar is not None:

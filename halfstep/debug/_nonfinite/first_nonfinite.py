@@ -27,12 +27,12 @@ _SUMS = ("reduce_sum", "cumsum", "psum", "add_any", "add", "reduce_window_sum")
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What an operation was given.
+    """One operand of an operation.
 
     Attributes:
-        site: Where the value was made; `None` for a number that is written into the program.
-        range: Its numbers, over all turns of a loop.
-        value: A number that is written into the program.
+        site: Where the value was computed; `None` for a constant in the program.
+        range: The numbers of the value, over all iterations of a loop.
+        value: The value of a constant in the program.
 
     Example:
         ```python
@@ -59,24 +59,24 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonFinite(Report):
-    """Where values that are not finite began.
+    """Where non-finite values began.
 
-    `print(found)` says it in a few lines.
+    `print(found)` explains it in a few lines.
 
     Attributes:
         site: The first operation whose result is not finite while its operands are.
         kind: `"nan"`, or `"inf"`.
         count: How many elements are not finite.
-        total: Of how many, in one turn and on one shard.
-        turns: The turn of each loop around it.
-        shard: The shard of the `shard_map` around it, counted through; `None` if there is none.
-        operands: What it was given.
-        between: The operations between what was recorded before it and `site`, of which one made
-            it; empty if each was recorded.
-        nan: Where it became NaN, if it was infinite at first.
-        chain: The operations on the way from there to a result.
-        reaches: Whether anything that is not finite reaches a result or a check of one. If not, it
-            is masked, and harmless.
+        total: How many elements there are, in one iteration and on one shard.
+        turns: The iteration of each loop around `site`.
+        shard: The flat index of the shard in the `shard_map` around `site`; `None` outside one.
+        operands: The operands of the operation.
+        between: The candidates, if not every operation was recorded: the operations between the
+            last recorded values and `site`. Otherwise empty.
+        nan: Where the values became NaN, if they were infinite at first.
+        chain: The operations on the way from `site` to a result.
+        reaches: Whether anything that is not finite reaches a result or a check of a result. If
+            not, it is masked and harmless.
         advice: What to do.
 
     Example:
@@ -107,7 +107,7 @@ class NonFinite(Report):
 
     @property
     def place(self) -> str:
-        """The pass, and the loops, branches and shard that it is in."""
+        """The pass, loops, branches and shard that `site` is in."""
         turns = iter(self.turns)
         within = [
             f"turn {next(turns)} of {label}" if label in self.site.loops else label
@@ -137,7 +137,7 @@ class NonFinite(Report):
         return "\n".join([*lines, f"  {self.advice}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             **self.site.to_dict(),
             "kind": self.kind,
@@ -161,20 +161,21 @@ class NonFinite(Report):
 def first_nonfinite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
     """Find the first operation whose result is not finite while its operands are.
 
-    The function is compiled and run once, with a few numbers taken of every operation's result:
-    of the forward and the backward pass and the update, inside `scan`, `while_loop`, `cond`,
-    `jax.checkpoint` and `shard_map`, on all devices. Nothing is called back on the host.
+    The function is compiled and run once, and a few numbers are recorded for every operation's
+    result. Recording covers the forward pass, the backward pass and the update, inside `scan`,
+    `while_loop`, `cond`, `jax.checkpoint` and `shard_map`, on all devices. It needs no callbacks to
+    the host.
 
-    An infinity or NaN that something masks (`jnp.where`) is not what is looked for, as long as
-    another one reaches a result, or a check whether results are finite.
+    An infinity or NaN that something masks (`jnp.where`) is ignored as long as another one reaches
+    a result, or a check whether results are finite.
 
     Args:
         func: A loss, a gradient, or a whole training step; jitted or not.
-        *args: What it is called with: the batch with which it goes wrong.
+        *args: The arguments of the function, with the batch for which it goes wrong.
         **kwargs: The same, by name.
 
     Returns:
-        What, where and out of which numbers, and what to do; `None` if all is finite.
+        The operation, its place, its operands, and what to do; `None` if everything is finite.
 
     Example:
         ```python
@@ -204,12 +205,12 @@ def first_nonfinite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> NonF
 
 
 def finding(layout: Layout, rows: np.ndarray, found: NonFiniteOrigin) -> NonFinite:
-    """What is known about where it began."""
+    """Describe where non-finite values began."""
     row, site = rows[found.row], layout.sites[found.row]
     turns = turns_of(layout, rows, found.row)
     parents = Parents(layout)
     # With `sites="scopes"`, several operations may lie between two sites, and any of them may be
-    # the one. Then all are named, and advice for a single one would mislead.
+    # the origin. Then all are named, and advice for a single operation would mislead.
     between = parents.between(found.row)
     operands = []
     for value in parents.operands(found.row, tuple(map(float, turns))):
@@ -242,13 +243,13 @@ def finding(layout: Layout, rows: np.ndarray, found: NonFiniteOrigin) -> NonFini
 
 
 def _advice(site: Site, kind: str, operands: Sequence[Range], *, constant: bool) -> str:
-    """What to do, in a sentence or two.
+    """Say what to do, in a sentence or two.
 
     Args:
-        site: Where it began.
+        site: Where non-finite values began.
         kind: `"nan"` or `"inf"`.
-        operands: What it was made of.
-        constant: Whether one of its operands is a number in the program that is not finite.
+        operands: The ranges of the operands.
+        constant: Whether one of the operands is a constant in the program that is not finite.
     """
     if site.path:
         return (
@@ -321,7 +322,7 @@ def _advice(site: Site, kind: str, operands: Sequence[Range], *, constant: bool)
 
 
 def _which_of(operations: Sequence[str]) -> str:
-    """What to do if it may be one of several operations."""
+    """Say what to do if the origin may be any of several operations."""
     return (
         f"To know which of {', '.join(operations)} it is, call "
         "`halfstep.debug.first_nonfinite(step, ...)` with what this step was given, or record with "

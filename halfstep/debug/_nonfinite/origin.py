@@ -1,4 +1,4 @@
-"""Search for the value with which non-finite values began."""
+"""Search for the value at which non-finite values began."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,26 +17,26 @@ _ORDER = MappingProxyType({"forward": 0, "backward": 1, "update": 2})
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteOrigin:
-    """Where it began."""
+    """Where non-finite values began."""
 
     row: int
-    """The first value that is not finite, of those that it began with."""
+    """The first value that is not finite while the values that it is computed from are."""
     nan: int | None
-    """Where it became NaN, if it was infinite before."""
+    """Where the values became NaN, if they were infinite before."""
     chain: tuple[int, ...]
-    """From there to what was seen of it: every value on one way."""
+    """Every value on one path from `row` to where the search started."""
     reaches: bool
-    """Whether anything that is not finite reaches a result, or a check of one."""
+    """Whether anything that is not finite reaches a result, or a check of a result."""
 
 
 def origin(layout: Layout, rows: np.ndarray) -> NonFiniteOrigin | None:
-    """Where the values of one run that are not finite began, if there are any."""
+    """Find where the non-finite values of one run began, or return `None` if all are finite."""
     bad = np.flatnonzero(rows[:, Column.BAD] > 0)
     return _Search(layout, rows).find(bad.tolist()) if bad.size else None
 
 
 def turns_of(layout: Layout, rows: np.ndarray, row: int) -> tuple[int, ...]:
-    """The turn of each loop around a site in which it was first not finite."""
+    """Return the iteration of each loop around a site in which it was first not finite."""
     loops = len(layout.sites[row].loops)
     return tuple(int(turn) for turn in rows[row, Column.TURN : Column.TURN + loops])
 
@@ -89,14 +89,14 @@ class _Search:
         return NonFiniteOrigin(first, None if nan == first else nan, tuple(chain), reaches)
 
     def _above(self, row: int) -> list[int]:
-        """The values that are not finite which a value is made of."""
+        """Return the non-finite values that a value is computed from."""
         if row not in self.found:
             made_of = self._bad_rows(self.parents.of_site(row, self._turns(row)))
             self.found[row] = [parent for parent in made_of if parent != row]
         return self.found[row]
 
     def _bad_rows(self, values: Iterable[tuple[int | Constant, Turns]]) -> list[int]:
-        """Of values at a time, those that were not finite by then."""
+        """Return the rows of those values that were not finite by the given iterations."""
         return sorted(
             {
                 row
@@ -111,7 +111,7 @@ class _Search:
         )
 
     def _turns(self, row: int) -> Turns:
-        """The turns in which a value was first not finite, in the order in which they run."""
+        """Return the iterations in which a value was first not finite, in running order."""
         body, _ = self.layout.owners[row]
         turns = turns_of(self.layout, self.rows, row)
         lengths = [length for _, length in self.starts[body]]
@@ -123,7 +123,7 @@ class _Search:
         )
 
     def _time(self, row: int) -> tuple[float | int, ...]:
-        """Orders values by when they were first not finite."""
+        """Return a sort key for when a value was first not finite."""
         body, _ = self.layout.owners[row]
         # Factors of the backward pass are computed in the forward pass, and come after it here.
         key: list[float | int] = [_ORDER[self.layout.sites[row].stage]]

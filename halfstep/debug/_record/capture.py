@@ -38,17 +38,17 @@ _KEYS = ("fry", "rbg", "threefry2x32", "unsafe_rbg")
 
 
 class Capture:
-    """Keeps what a step was given whenever its gradients are not finite.
+    """Saves the arguments of a step whenever its gradients are not finite.
 
-    Call it inside the jitted step. As long as all is finite it costs a branch that is not taken.
-    If not, the arrays are handed to the host and written by Orbax, in a thread of its own, into
-    `directory/0`, `directory/1` and so on. `load_capture` and the command `halfstep replay` read
-    them. With update or skip, what the step was given is also what it returns, and with donated
-    arguments this is the only way to keep it. For one process.
+    Call it inside the jitted step. As long as everything is finite, it costs a branch that is not
+    taken. Otherwise the arrays are copied to the host, and Orbax writes them in a separate thread
+    into `directory/0`, `directory/1` and so on. `load_capture` and the command `halfstep replay`
+    read them. With update or skip, what the step was given is also what it returns, and with
+    donated arguments this is the only way to keep it. For one process.
 
     Args:
-        directory: Where captures are written; made if it is not there.
-        limit: How many are kept; later bad steps are not.
+        directory: Where captures are written; created if it does not exist.
+        limit: The maximum number of captures; later bad steps are not saved.
 
     Example:
         ```python
@@ -89,11 +89,11 @@ class Capture:
         self._written: list[concurrent.futures.Future[pathlib.Path]] = []
 
     def __call__(self, finite: Verdict | Bool[Array, ""], *args: Any, **kwargs: Any) -> None:
-        """Keep arguments unless all is finite.
+        """Save the arguments unless everything is finite.
 
         Args:
             finite: The verdict of the step.
-            *args: What the step was given: parameters, state, batch, keys.
+            *args: The arguments of the step: parameters, state, batch, keys.
             **kwargs: The same, by name.
         """
         is_finite = as_predicate(finite)
@@ -122,8 +122,8 @@ class Capture:
         )
 
     def wait(self) -> tuple[pathlib.Path, ...]:
-        """Wait until everything is written, and say where; errors of writing are raised here."""
-        # Callbacks run on threads of the runtime: this one may not have started yet.
+        """Wait until everything is written, and return the paths. Raises errors from writing."""
+        # Callbacks run on threads of the runtime: the last callback may not have started yet.
         jax.effects_barrier()
         return tuple(written.result() for written in list(self._written))
 
@@ -132,7 +132,7 @@ class Capture:
             if self._count >= self._limit:
                 return
             number, self._count = self._count, self._count + 1
-            # Copied: the device's memory is used again once this returns.
+            # Copied, because the device's memory is reused once this function returns.
             kept = {path: array.copy() for path, array in arrays.items()}
             self._written.append(self._writer.submit(self._write, number, kept, impls))
 
@@ -141,13 +141,13 @@ class Capture:
     ) -> pathlib.Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         while (path := self._directory / str(number)).exists():
-            number += 1  # Of an earlier run.
+            number += 1  # The capture of an earlier run.
         numbered = {str(at): array for at, array in enumerate(arrays.values())}
         _checkpointer().save(path / _ARRAYS, numbered)
         found = digests(list(arrays.values()))
         about = {"paths": list(arrays), "keys": impls, "digests": found}
         (path / _ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-        # The list of hashes comes last: a capture without it is not whole.
+        # The list of hashes comes last: a capture without it is incomplete.
         seal(path, where=path)
         flush(path)
         return path
@@ -155,19 +155,19 @@ class Capture:
 
 @checked
 def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """What a bad step was given, in place of arguments of the same structure.
+    """Load the arguments of a bad step, in place of arguments of the same structure.
 
     Args:
-        directory: One that `Capture` has written.
-        *args: What the step is given; arrays may be `jax.ShapeDtypeStruct`. What is no array is
-            taken from here.
+        directory: One of the numbered directories that `Capture` has written.
+        *args: The arguments of the step; arrays may be `jax.ShapeDtypeStruct`. Anything that is not
+            an array is taken from here.
         **kwargs: The same, by name.
 
     Returns:
-        The arguments with the arrays of the capture; those by name after the others.
+        The arguments with the arrays of the capture; keyword arguments come after the others.
 
     Raises:
-        ValueError: If the directory is incomplete, damaged, or of other arguments.
+        ValueError: If the directory is incomplete or damaged, or has other arguments.
 
     Example:
         ```python
@@ -215,7 +215,7 @@ def load_capture(directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -
 
 
 def _verified(path: pathlib.Path) -> dict[str, Any]:
-    """What a capture says about itself, if all of its files are what was written."""
+    """Read what a capture says about itself, after checking that its files are unchanged."""
     listed = sealed_files(path)
     check_nothing_added(path, listed, lambda name: name != SHA256.sums)
     if _ABOUT not in listed:
@@ -239,14 +239,14 @@ def _verified(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_arrays(path: pathlib.Path, about: dict[str, Any]) -> list[Any]:
-    """The arrays of a capture, in the order of the arguments."""
+    """Read the arrays of a capture, in the order of the arguments."""
     try:
         numbered = _checkpointer().restore(path / _ARRAYS)
         arrays = [numbered[str(at)] for at in range(len(about["paths"]))]
         found = digests(arrays)
     except ModuleNotFoundError:
         raise
-    # Whatever Orbax raises on files that fit together and are not its own.
+    # Orbax may raise anything for files that match their hashes but are not its own.
     except Exception as error:
         raise DamagedFolderError(f"Orbax cannot read it: {error}") from error
     for name, digest, expected in zip(about["paths"], found, about["digests"], strict=True):

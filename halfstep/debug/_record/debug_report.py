@@ -1,4 +1,4 @@
-"""The report of a log: where it began, and the steps before, as text, HTML and a picture."""
+"""Report where non-finite values in a log began, and the steps before, as text, HTML and a plot."""
 
 import dataclasses
 import html as escaping
@@ -18,7 +18,7 @@ from halfstep.debug._nonfinite.origin import origin
 
 # How many of the sites before the first bad one are shown.
 _UPSTREAM = 8
-# So many steps fit on a line, and so many sites on a picture.
+# How many steps fit on a line, and how many sites on a plot.
 _STEPS, _SITES = 6, 60
 _COLUMNS = ("site", "pass", "scope")
 # The red of `html_table`.
@@ -27,15 +27,15 @@ _BAD = "#d32f2f"
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A site in the last steps.
+    """The numbers of a site in the last steps.
 
     Attributes:
-        site: What and where it is.
+        site: The site.
         absmax: The largest magnitude in each step; infinite or NaN if an element was.
         smallest: The smallest magnitude that is not zero.
         bad: How many elements were not finite.
         below: The share of elements below the compute dtype's smallest normal number.
-        above: The share of elements above its largest.
+        above: The share of elements above the compute dtype's largest number.
 
     Example:
         ```python
@@ -63,12 +63,12 @@ class Trace:
     above: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {**dataclasses.asdict(self), "site": self.site.to_dict()}
 
 
 def trace_of(site: Site, rows: np.ndarray) -> Trace:
-    """A site in the steps whose rows are given."""
+    """Build the trace of a site from its rows, one for each step."""
 
     def column(which: Column) -> tuple[float, ...]:
         return tuple(float(number) for number in rows[:, which])
@@ -85,18 +85,19 @@ def trace_of(site: Site, rows: np.ndarray) -> Trace:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DebugReport(Report):
-    """Where it began, and what came before.
+    """Where non-finite values began, and the steps before.
 
-    `print(report)` shows the first bad site, what to do, and the last steps at it and before it; a
-    notebook shows the same as HTML.
+    `print(report)` shows the first bad site, what to do, and the last steps at this site and at the
+    sites before it; a notebook shows the same as HTML.
 
     Attributes:
         steps: The numbers of the steps that are kept.
-        bad_steps: Those in which anything was not finite.
-        step: The step that was looked at; `None` if the log has none.
-        found: Where it began in that step; `None` if all was finite.
-        shown: The sites that the report is about: the first bad one and those it is made of, the
-            nearest first; if all is finite, those nearest to what the compute dtype can hold.
+        bad_steps: The steps in which anything was not finite.
+        step: The step that the report is about; `None` if the log has no steps.
+        found: Where non-finite values began in that step; `None` if everything was finite.
+        shown: The sites that the report is about: the first bad site and the sites that it is
+            computed from, nearest first. If everything is finite, the sites that lose most to the
+            range of the compute dtype.
         sites: All sites, in the order of a run.
 
     Example:
@@ -131,7 +132,7 @@ class DebugReport(Report):
         return _html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "steps": list(self.steps),
             "bad_steps": list(self.bad_steps),
@@ -142,10 +143,10 @@ class DebugReport(Report):
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw sites and steps as a map of magnitudes, into a PNG.
+        """Draw a map of magnitudes over sites and steps into a PNG file.
 
-        What is not finite is red. If there are too many sites for a page, those that are shown in
-        the report stay, and of the others those that are nearest to the range's ends.
+        Values that are not finite are red. If there are too many sites for a page, the sites shown
+        in the report stay, and of the others those that lose most to the compute dtype's range.
 
         Args:
             path: The file. Needs `halfstep[plot]`.
@@ -155,13 +156,13 @@ class DebugReport(Report):
 
 
 def report(layout: Layout, rows: np.ndarray, steps: range, step: int | None) -> DebugReport:
-    """What the rows of some steps say.
+    """Build the report from the rows of some steps.
 
     Args:
-        layout: Of the program.
+        layout: The layout of the program.
         rows: `[steps, sites, columns]`.
-        steps: Their numbers.
-        step: The one that is looked at; `None` for the first bad one, or the last.
+        steps: The numbers of the steps.
+        step: The step to report; `None` for the first bad step, or else the last step.
     """
     if step is not None and step not in steps:
         kept = f"{steps[0]} to {steps[-1]}" if steps else "none"
@@ -185,7 +186,7 @@ def report(layout: Layout, rows: np.ndarray, steps: range, step: int | None) -> 
 
 
 def _upstream(layout: Layout, row: int) -> list[int]:
-    """A site and those that it is made of, the nearest first."""
+    """Return a site and the sites that it is computed from, nearest first."""
     parents = Parents(layout)
     found, at = [row], 0
     while at < len(found) and len(found) <= _UPSTREAM:
@@ -200,14 +201,14 @@ def _upstream(layout: Layout, row: int) -> list[int]:
 
 
 def _nearest(rows: np.ndarray) -> list[int]:
-    """The sites that lose most of their numbers to the compute dtype's range."""
+    """Return the sites that lose most of their numbers to the compute dtype's range."""
     lost = rows[:, Column.BELOW] + rows[:, Column.ABOVE]
     order = np.argsort(-lost, kind="stable")
     return [int(number) for number in order[: _UPSTREAM + 1] if lost[number] > 0]
 
 
 def _drawn(report: DebugReport) -> list[Trace]:
-    """The sites that are drawn, in the order of a run."""
+    """Return the sites to draw, in the order of a run."""
     if len(report.sites) <= _SITES:
         return list(report.sites)
     # By identity: a trace with a NaN in it is equal to nothing.
@@ -222,7 +223,7 @@ def _drawn(report: DebugReport) -> list[Trace]:
 
 
 def _headline(report: DebugReport) -> str:
-    """Whether anything is wrong, and since when."""
+    """Say whether anything is wrong, and since when."""
     if report.step is None:
         return "nothing is recorded yet"
     kept = f"steps {report.steps[0]} to {report.steps[-1]}"
@@ -234,7 +235,7 @@ def _headline(report: DebugReport) -> str:
 
 
 def _shown_steps(report: DebugReport) -> list[int]:
-    """The steps that a table has columns for, by position: the last ones up to the bad one."""
+    """Return the positions of the steps in the table: the last ones up to the reported step."""
     if report.step is None:
         return []
     # The steps before the bad one show what led to it; later ones only repeat it.
@@ -243,14 +244,14 @@ def _shown_steps(report: DebugReport) -> list[int]:
 
 
 def _heads(report: DebugReport) -> list[tuple[str, bool]]:
-    """The headings of the table, and whether they are of numbers."""
+    """Return the headings of the table, and whether each is for numbers."""
     steps = [(f"step {report.steps[at]}", True) for at in _shown_steps(report)]
     words = [(name, False) for name in _COLUMNS]
     return [*words, *steps, ("below", True), ("above", True)]
 
 
 def _cells(report: DebugReport, trace: Trace) -> list[str]:
-    """A line of the table: magnitudes step by step, and the shares of the last one."""
+    """Return a line of the table: magnitudes step by step, and the shares of the last step."""
     at = _shown_steps(report)
     site = trace.site
     name = site.path or f"{site.source.short} {site.op} {site.type}"
@@ -265,7 +266,7 @@ def _cells(report: DebugReport, trace: Trace) -> list[str]:
 
 
 def _caption(report: DebugReport) -> str:
-    """What the table shows."""
+    """Say what the table shows."""
     if report.found is not None:
         return "Largest magnitudes there and of what it is made of, step by step:"
     if report.shown:
@@ -274,7 +275,7 @@ def _caption(report: DebugReport) -> str:
 
 
 def _text(report: DebugReport) -> str:
-    """All of it."""
+    """Return the whole report as text."""
     parts = [_headline(report)]
     if report.found is not None:
         parts.append(str(report.found))
@@ -293,7 +294,7 @@ def _listed(steps: list[int]) -> str:
 
 
 def _html(report: DebugReport) -> str:
-    """The same as the text; the first bad site is red."""
+    """Return the whole report as HTML; the first bad site is red."""
     parts = [f"<p>{escaping.escape(_headline(report))}</p>"]
     if report.found is not None:
         first, *rest = str(report.found).splitlines()
@@ -309,12 +310,12 @@ def _html(report: DebugReport) -> str:
         ]
         good = [trace.site != getattr(report.found, "site", None) for trace in report.shown]
         parts.append(html_table(head, rows, good))
-    # Wider than a narrow window: it scrolls, and the page does not.
+    # In a narrow window, the table scrolls and the page does not.
     return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
 
 def _magnitude(value: float) -> str:
-    """A magnitude for people; nothing for what was not computed."""
+    """Format a magnitude; a value that was not computed has none."""
     return ABSENT if value == -1 else f"{value:.3g}"
 
 
@@ -329,7 +330,7 @@ def draw_map(
     Args:
         traces: The sites, in the order of a run.
         steps: The numbers of the steps.
-        bad_site: The first one that was not finite, if any was.
+        bad_site: The first site that was not finite, if any was.
         path: The file.
     """
     figure = figure_of("a report")

@@ -1,4 +1,4 @@
-"""`record`: a training step that keeps a log of its numbers."""
+"""`record`: make a training step keep a log of its numbers."""
 
 import functools
 import os
@@ -21,12 +21,13 @@ from halfstep.debug._record.debug_report import DebugReport, report
 
 
 class Log(eqx.Module):
-    """What the last steps have recorded: an array, to be handed from step to step.
+    """The numbers that the last steps have recorded: an array that is passed from step to step.
 
-    It is made by `init` of what `debug.record` returns. On many devices it is the same on all.
+    The `init` method of a `debug.Recorder` creates the log. With many devices, the log is the same
+    on all of them.
 
     Attributes:
-        rows: Numbers of each site in each of the last steps, as `[steps, sites, columns]`.
+        rows: The numbers of each site in each of the last steps, as `[steps, sites, columns]`.
         step: How many steps were recorded.
 
     Example:
@@ -51,22 +52,22 @@ class Log(eqx.Module):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """What is recorded, in the order of the rows."""
+        """The recorded sites, in the order of the rows."""
         return self.layout.sites
 
     def after(self, rows: jax.Array) -> "Log":
-        """The log with the rows of one more step, in place of the oldest."""
-        # The rows are a ring: nothing moves, so XLA updates a donated log in place.
+        """Return the log with the rows of one more step in place of the oldest rows."""
+        # The rows are a ring buffer: nothing moves, so XLA updates a donated log in place.
         place = self.step % self.rows.shape[0]
         return Log(self.rows.at[place].set(rows), self.step + 1, self.layout)
 
     @checked
     def report(self, *, step: int | None = None) -> DebugReport:
-        """Say where it began, and what came before. Waits for the arrays.
+        """Report where non-finite values began, and the steps before. Waits for the arrays.
 
         Args:
-            step: The step that is looked at, counted from 0; without it, the first one among those
-                that are kept in which anything is not finite, or the last one if all is.
+            step: The step to report, counted from 0. By default, the first kept step in which
+                anything is not finite, or the last step if everything is finite.
 
         Raises:
             ValueError: If the step is not kept.
@@ -77,21 +78,21 @@ class Log(eqx.Module):
         return report(self.layout, rows, steps, step)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw sites and steps as a map of magnitudes, into a PNG; see `DebugReport.plot`."""
+        """Draw a map of magnitudes over sites and steps into a PNG file; see `DebugReport.plot`."""
         self.report().plot(path)
 
 
 def new_log(layout: Layout, last: int) -> Log:
-    """A log without steps."""
+    """Create a log without steps."""
     row = np.asarray(EMPTY + (-1.0,) * layout.loops, np.float32)
     rows = jnp.asarray(np.tile(row, (last, len(layout.sites), 1)))
     return Log(rows, jnp.zeros((), jnp.int32), layout)
 
 
 class Recorder:
-    """A function that keeps a log: `recorder(log, *args)` returns the log and what it returns.
+    """A function that keeps a log: `recorder(log, *args)` returns the log and the result.
 
-    Jit it; without, every operation runs alone. It is made by `debug.record`.
+    `debug.record` creates it. Compile it with `jax.jit`; otherwise every operation runs separately.
 
     Example:
         ```python
@@ -119,11 +120,11 @@ class Recorder:
         self._compute = None if compute is None else parse_dtype(compute)
 
     def init(self, *args: Any, **kwargs: Any) -> Log:
-        """A log without steps, for arguments of these shapes and dtypes.
+        """Create a log without steps, for arguments of these shapes and dtypes.
 
         Args:
-            *args: What the function is called with; arrays may be `jax.ShapeDtypeStruct`. Nothing
-                is computed.
+            *args: The arguments of the function; arrays may be `jax.ShapeDtypeStruct`. Nothing is
+                computed.
             **kwargs: The same, by name.
         """
         return new_log(self._trace(args, kwargs).layout, self._last)
@@ -132,8 +133,8 @@ class Recorder:
         """Run one step.
 
         Args:
-            log: From `init` or from the step before.
-            *args: What the function is called with.
+            log: The log from `init` or from the previous step.
+            *args: The arguments of the function.
             **kwargs: The same, by name.
         """
         traced = self._trace(args, kwargs)
@@ -161,26 +162,26 @@ def record(
     last: int = 32,
     compute: DTypeLike | None = None,
 ) -> Recorder:
-    """Let a training step keep a log of its numbers: a flight recorder.
+    """Make a training step keep a log of its numbers, like a flight recorder.
 
-    Of every site and each of the last steps, the log has the largest magnitude, the smallest that
-    is not zero, how many elements are not finite, and which share is below or above what the
-    compute dtype can hold. It is an array that goes from step to step; nothing is called back on
-    the host. `log.report()` says where it began.
+    For every site and each of the last steps, the log has the largest magnitude, the smallest
+    magnitude that is not zero, the number of elements that are not finite, and the shares of
+    elements below and above the range of the compute dtype. The log is an array that is passed from
+    step to step, without callbacks to the host. `log.report()` says where non-finite values began.
 
     Args:
-        step: The whole step: loss, gradients and update. It is not differentiated afterwards.
-        sites: `"scopes"`: what is handed from one line of your code, or one `jax.named_scope`, to
-            another, in the forward and the backward pass; what the update returns; and arguments
-            that do not go from step to step.
-            `"ops"`: the result of every operation. Or a function that is given a `debug.Site` for
-            each of these and says whether it is recorded.
+        step: The whole step: loss, gradients and update. It cannot be differentiated afterwards.
+        sites: `"scopes"` records the values passed from one line of your code, or one
+            `jax.named_scope`, to another in the forward and the backward pass. It also records the
+            values that the update returns, and the arguments that do not go from step to step.
+            `"ops"` records the result of every operation. A function is given a `debug.Site` for
+            each of these results and returns whether to record it.
         last: How many steps are kept.
-        compute: The dtype whose range the numbers are compared with. Without it, float16 if the
-            step has it anywhere, else bfloat16 if it has that.
+        compute: The dtype whose range the numbers are compared with. By default, float16 if the
+            step has it anywhere, else bfloat16 if the step has that dtype.
 
     Returns:
-        A function of the log and the step's own arguments; its `init` makes the log.
+        A function of the log and the step's own arguments; its `init` creates the log.
 
     Example:
         ```python

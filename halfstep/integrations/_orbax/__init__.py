@@ -1,4 +1,4 @@
-"""Checkpoints of a whole training state, by Orbax; see `halfstep.integrations.orbax`."""
+"""Save a whole training state with Orbax; see `halfstep.integrations.orbax`."""
 
 from halfstep.integrations._orbax._checkpoints import (
     Checkpoints as Checkpoints,

@@ -7,30 +7,30 @@ from halfstep.integrations._orbax._json_values import decoded, encoded
 
 @runtime_checkable
 class Iterator(Protocol):
-    """What knows where it is in the data."""
+    """An iterator that knows its place in the data."""
 
     def get_state(self) -> Any:
-        """Where it is: bytes, or what JSON can hold."""
+        """Return the place in the data: bytes, or a value that JSON can hold."""
         ...
 
     def set_state(self, state: Any, /) -> Any:
-        """Go where that was."""
+        """Go to a place that `get_state` returned."""
         ...
 
 
 def state_of(data: Iterator) -> Any:
-    """Return an iterator's place, as JSON can hold it.
+    """Return an iterator's place in a form that JSON can hold.
 
     Raises:
-        CheckpointError: If it would not come back as it is.
+        CheckpointError: If the place would not be restored exactly.
     """
     return encoded(data.get_state(), "the state of `data`")
 
 
 def set_state(data: Iterator, saved: object) -> None:
-    """Let an iterator go where it was.
+    """Move an iterator to its saved place.
 
     Raises:
-        DamagedFolderError: If what was saved is not the state of an iterator.
+        DamagedFolderError: If the saved value is not the state of an iterator.
     """
     data.set_state(decoded(saved, "the state of the data iterator"))

@@ -23,7 +23,7 @@ class CheckpointError(ValueError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A step that is incomplete, of another program, or not what was written.
+    """A step that is incomplete, of another program, or changed since it was written.
 
     Example:
         ```python

@@ -1,8 +1,8 @@
-"""Write values as JSON such that each comes back as it was, or is refused.
+"""Write values as JSON so that each is restored exactly, or is refused.
 
-JSON has no tuples, no bytes, no keys but texts, no infinities, and none of NumPy's numbers. Written
-as the nearest that JSON has, they would come back changed, and a run would go on from another state
-than the one that was saved. They are wrapped in an object of one field instead.
+JSON has no tuples, no bytes, no keys except strings, no infinities, and none of NumPy's numbers.
+Written as the nearest JSON value, these would be restored changed, and a run would continue from
+another state than the one that was saved. They are wrapped in an object with one field instead.
 """
 
 import base64
@@ -15,21 +15,21 @@ from halfstep._base import DamagedFolderError
 from halfstep.integrations._orbax._errors import CheckpointError
 
 _DEPTH = 100
-# Python reads no longer ones from text.
+# Python does not read longer integers from text.
 _DIGITS = 4000
 _NUMPY = "biuf"
 
 
 def encoded(value: Any, what: str, *, depth: int = _DEPTH) -> Any:
-    """A value as JSON can hold it.
+    """Return a value in a form that JSON can hold.
 
     Args:
-        value: None, numbers, texts, bytes, lists, tuples and dictionaries of these.
-        what: Names it in errors.
-        depth: How deep it may be nested.
+        value: None, numbers, strings, bytes, lists, tuples and dictionaries of these.
+        what: The name of the value in errors.
+        depth: How deep the value may be nested.
 
     Raises:
-        CheckpointError: If it would not come back as it is.
+        CheckpointError: If the value would not be restored exactly.
     """
     if depth < 0:
         raise CheckpointError(
@@ -73,10 +73,10 @@ def _named(value: Any) -> str:
 
 
 def decoded(saved: Any, what: str) -> Any:
-    """What `encoded` was given.
+    """Return the value that `encoded` was given.
 
     Raises:
-        DamagedFolderError: If it is nothing that `encoded` writes.
+        DamagedFolderError: If `encoded` cannot have written this.
     """
     try:
         return _decoded(saved)

@@ -17,12 +17,12 @@ _Array = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 class StateLeaf(NamedTuple):
-    """One leaf of a state, or of what one is to be restored like."""
+    """One leaf of a state, or of the `like` that describes a state to restore."""
 
     name: str
     value: Any
     kind: str
-    """`array`, `key` (typed PRNG keys), `value` (Python's numbers and texts) or `other`."""
+    """`array`, `key` (typed PRNG keys), `value` (Python's numbers and strings) or `other`."""
 
     def about(self) -> dict[str, Any]:
         """Describe the leaf for the manifest, without its digest."""
@@ -38,10 +38,10 @@ class StateLeaf(NamedTuple):
 
 
 def leaves_of(tree: object) -> list[StateLeaf]:
-    """The leaves of a tree, named as Python would reach them: `.model.layers[0].weight`.
+    """Return the leaves of a tree, named as Python would reach them: `.model.layers[0].weight`.
 
     Raises:
-        CheckpointError: If two have the same name.
+        CheckpointError: If two leaves have the same name.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [
@@ -63,15 +63,16 @@ def kind_of(leaf: object) -> str:
     """Return how a leaf is stored; see `StateLeaf`."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return "key" if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else "array"
-    # Objects, texts, dates and records are not arrays of numbers, which is what Orbax stores.
+    # Orbax stores only arrays of numbers: no objects, strings, dates and records.
     if isinstance(leaf, np.ndarray | np.generic):
         return "array" if leaf.dtype.kind not in "OSUMm" and not leaf.dtype.fields else "other"
     return "value" if isinstance(leaf, bool | int | float | complex | str) else "other"
 
 
 def key_impl(keys: jax.Array | jax.ShapeDtypeStruct) -> Any:
-    """The implementation of PRNG keys, of their shape alone too."""
-    # `key_impl` wants keys, and `like` may have their shape only: tracing makes keys of a shape.
+    """Return the implementation of PRNG keys; their shape alone is enough."""
+    # `jax.random.key_impl` needs keys, and `like` may have only their shape. Tracing makes keys
+    # from a shape.
     found = []
 
     def look(keys: jax.Array) -> jax.Array:
@@ -83,7 +84,7 @@ def key_impl(keys: jax.Array | jax.ShapeDtypeStruct) -> Any:
 
 
 def describe(about: dict[str, Any]) -> str:
-    """A leaf in words, for errors."""
+    """Describe a leaf in words, for errors."""
     if "keys" in about:
         return f"{about['keys']} keys as {about['dtype']}{about['shape']}"
     if "dtype" in about:
@@ -94,14 +95,14 @@ def describe(about: dict[str, Any]) -> str:
 
 
 def as_python(about: Mapping[str, Any]) -> Any:
-    """A Python number or text from what the manifest says of it.
+    """Return the Python number or string that a manifest describes.
 
     Raises:
-        DamagedFolderError: If the manifest says another type than the value has.
+        DamagedFolderError: If the manifest names another type than the value has.
     """
     value = about["value"]
     if about["python"] == "complex" and isinstance(value, list):
-        # As the first format has it.
+        # The first format stored complex numbers as lists.
         value = {"complex": value}
     found = decoded(value, "a leaf of the manifest")
     if type(found).__name__ != about["python"]:
@@ -113,7 +114,7 @@ def as_python(about: Mapping[str, Any]) -> Any:
 
 
 def is_empty(about: dict[str, Any]) -> bool:
-    """Return whether an array has no elements; Orbax stores none of those."""
+    """Return whether an array has no elements; Orbax does not store such arrays."""
     return 0 in about["shape"]
 
 
@@ -121,23 +122,25 @@ def _about_array(array: _Array) -> dict[str, Any]:
     return {"dtype": str(np.dtype(array.dtype)), "shape": list(array.shape)}
 
 
-# On the way to Orbax and back, onto the shardings of `like`.
+# Conversion for Orbax and back, onto the shardings of `like`.
 
 
 def stored_form(leaf: StateLeaf) -> jax.Array | np.ndarray:
-    """Return what Orbax is given: an array over all processes, or NumPy's."""
+    """Return the array to give to Orbax: one over all processes, or NumPy's."""
     if leaf.kind == "key":
         return stored_form(StateLeaf(leaf.name, jax.random.key_data(leaf.value), "array"))
     if not isinstance(leaf.value, jax.Array):
         return np.asarray(leaf.value)
-    # One process's own array is the same on all, as is checked; process 0 writes it.
+    # An array that each process has by itself is the same on all processes, which is checked.
+    # Process 0 writes it.
     return np.asarray(leaf.value) if _is_of_one_process(leaf.value) else _readable(leaf.value)
 
 
 def _readable(array: jax.Array) -> jax.Array:
-    """The array, such that its shards can be read.
+    """Return the array in a form whose shards can be read.
 
-    Of one that `jax.device_put` has replicated over several processes JAX 0.10 cannot say them.
+    JAX 0.10 cannot list the shards of an array that `jax.device_put` has replicated over several
+    processes.
     """
     try:
         array.addressable_shards  # noqa: B018
@@ -147,7 +150,7 @@ def _readable(array: jax.Array) -> jax.Array:
 
 
 def is_local(leaf: StateLeaf) -> bool:
-    """Return whether a leaf is each process's own, so that it could differ between them."""
+    """Return whether each process has its own copy of a leaf, so that copies could differ."""
     return not isinstance(leaf.value, jax.Array) or leaf.value.is_fully_addressable
 
 
@@ -156,7 +159,7 @@ def _is_of_one_process(array: jax.Array) -> bool:
 
 
 def restore_args(like: StateLeaf) -> ocp.RestoreArgs:
-    """Return how Orbax is to read a leaf."""
+    """Return the arguments with which Orbax reads a leaf."""
     sharding = _sharding(like)
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
@@ -164,7 +167,7 @@ def restore_args(like: StateLeaf) -> ocp.RestoreArgs:
 
 
 def _sharding(like: StateLeaf) -> Any:
-    """The sharding that Orbax reads onto; `None` for arrays that are read as NumPy's."""
+    """Return the sharding that Orbax reads onto; `None` for arrays that are read as NumPy's."""
     leaf = like.value
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
         return None
@@ -176,7 +179,7 @@ def _sharding(like: StateLeaf) -> Any:
 
 
 def finished(like: StateLeaf, array: jax.Array | np.ndarray) -> Any:
-    """Convert what was read to the kind of the leaf that it replaces."""
+    """Convert an array that was read to the kind of the leaf that it replaces."""
     leaf = like.value
     if isinstance(leaf, np.generic):
         return array[()]
@@ -193,11 +196,11 @@ def finished(like: StateLeaf, array: jax.Array | np.ndarray) -> Any:
 
 
 def empty(about: dict[str, Any]) -> np.ndarray:
-    """An array without elements, which Orbax does not store."""
+    """Return an array without elements, which Orbax does not store."""
     return np.zeros(about["shape"], jnp.dtype(about["dtype"]))
 
 
-# Whether a step has the leaves of `like`, in the same dtypes and shapes.
+# Check that a step has the leaves of `like`, in the same dtypes and shapes.
 
 
 def check_leaves(
@@ -206,7 +209,8 @@ def check_leaves(
     """Raise unless all leaves fit.
 
     Raises:
-        CheckpointError: It says what is stored, what was asked for, and what to do.
+        CheckpointError: If a leaf does not fit. The message says what is stored, what was asked
+            for, and what to do.
     """
     asked = {leaf.name for leaf in like}
     lacking = [name for name in asked if name not in saved]
@@ -234,7 +238,8 @@ def check_leaves(
 
 def _fits(leaf: StateLeaf, stored: Mapping[str, Any]) -> bool:
     asked = leaf.about()
-    # The values of Python's own leaves are what is restored, and another type is no other state.
+    # Values of Python's own leaves may differ, since they are restored. The types of leaves that
+    # are not stored do not matter.
     ignored = ("digest", "value", "other")
     kept = {name: value for name, value in stored.items() if name not in ignored}
     return kept == {name: value for name, value in asked.items() if name not in ignored}

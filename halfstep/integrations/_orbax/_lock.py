@@ -24,9 +24,9 @@ class WriterLock:
     """The right to write to a folder, held until it is released or the process ends.
 
     The lock is the kernel's (`flock`), not the file: a process that is killed has released it, so
-    that nothing is left for a person to clean up. What the file says is only for the message that
-    another writer gets. A folder that is not in a file system, such as one in a bucket, and file
-    systems without locks, have none: nothing is told apart there.
+    that nothing is left for a person to clean up. The content of the file is only for the message
+    that another writer gets. Folders that are not in a file system, such as those in a bucket, and
+    file systems without locks have no such lock: a second writer is not noticed there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -36,7 +36,7 @@ class WriterLock:
         self._close: Any = None
 
     def acquire(self) -> str | None:
-        """Take the lock; returns who holds it, if it is another."""
+        """Take the lock, or return who holds it if another writer does."""
         if self._file is not None or fcntl is None or not self._has_locks:
             return None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -52,7 +52,7 @@ class WriterLock:
             os.close(file)
             return None
         self._file, self._close = file, weakref.finalize(self, os.close, file)
-        # A worker that was forked would hold the lock of a run that has died.
+        # A forked worker would otherwise hold the lock of a run that has died.
         own = weakref.WeakMethod(self._leave)
         os.register_at_fork(after_in_child=lambda: (method := own()) and method())
         about = {
@@ -68,7 +68,7 @@ class WriterLock:
         """Give the lock back."""
         if self._file is None:
             return
-        # The file stays: to delete it would take it away from one who waits at this moment.
+        # The file stays: deleting it would take it away from a writer that waits at this moment.
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
         self._leave()
@@ -80,7 +80,7 @@ class WriterLock:
 
 
 def _described(said: bytes) -> str:
-    """Who holds a lock, by what the file says."""
+    """Describe who holds a lock, from the content of its file."""
     try:
         about = json.loads(said)
         host, pid, since = str(about["host"]), int(about["pid"]), str(about["since"])

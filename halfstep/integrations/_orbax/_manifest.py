@@ -1,4 +1,4 @@
-"""What a step says of itself: its number, the run's options, and what each leaf is.
+"""Write and check the manifest of a step: its number, the run's options, and its leaves.
 
 A manifest may come from a stranger. Everything in it is checked before any of it is used.
 """
@@ -18,22 +18,23 @@ from halfstep.integrations._orbax._json_values import decoded, encoded
 from halfstep.integrations._orbax._leaves import as_python
 
 FORMAT = 2
-"""Counts up when older versions could not read what is written. The first one had no number."""
+"""The format's number. It grows when older versions cannot read a new format. The first format had
+no number."""
 PLAIN = frozenset(kind.__name__ for kind in (bool, int, float, complex, str))
-"""Names of the types of Python's own leaves that are saved."""
+"""The names of Python's own types whose values are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a step says of itself.
+    """The manifest of a step.
 
     Attributes:
-        step: Its number.
-        processes: How many wrote it.
-        options: The run's.
-        leaves: What each leaf is, by its name: dtype, shape and digest of an array, the value of
-            Python's own types.
-        static: Fields of halfstep's nodes that are no leaves, by the node's name.
+        step: The number of the step.
+        processes: The number of processes that wrote the step.
+        options: The options of the run.
+        leaves: A description of each leaf, by its name: dtype, shape and digest of an array, or the
+            value of one of Python's own types.
+        static: Fields of halfstep's nodes that are not leaves, by the node's name.
     """
 
     step: int
@@ -43,7 +44,7 @@ class Manifest:
     static: dict[str, dict[str, Any]]
 
     def text(self) -> str:
-        """As it is written."""
+        """Return the text of the manifest's file."""
         about = {
             "halfstep": __version__,
             "format": FORMAT,
@@ -63,14 +64,15 @@ class Manifest:
 
 
 def read(said: Any, step: int) -> Manifest:
-    """Check what a manifest says.
+    """Check the content of a manifest, and return the manifest.
 
     Args:
-        said: What the file says.
-        step: The number that its folder has.
+        said: The content of the file.
+        step: The step's number, from the name of its folder.
 
     Raises:
-        DamagedFolderError: If it is not one, or not of this step. The message is a reason.
+        DamagedFolderError: If it is not a manifest, or not the manifest of this step. The message
+            is a reason.
     """
     known = _fields(said, _MANIFEST, "the manifest")
     version = said.get("format", 1)
@@ -155,10 +157,10 @@ def _check_leaf(leaf: Any, what: str) -> None:
 
 
 def _fields(said: Any, checks: Mapping[str, _Check], what: str) -> dict[str, Any]:
-    """The fields that there must be.
+    """Return the fields that are required.
 
     Raises:
-        DamagedFolderError: If one is missing or of another kind.
+        DamagedFolderError: If a field is missing or of another kind.
     """
     if type(said) is not dict:
         raise DamagedFolderError(f"{what} is a {type(said).__name__}, not an object")
@@ -166,7 +168,7 @@ def _fields(said: Any, checks: Mapping[str, _Check], what: str) -> dict[str, Any
         try:
             is_good = name in said and check(said[name])
         except TypeError:
-            # What cannot be looked up, such as a list.
+            # The value cannot be looked up, for example because it is a list.
             is_good = False
         if not is_good:
             shown = repr(said[name])[:60] if name in said else "nothing"

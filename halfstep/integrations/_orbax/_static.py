@@ -1,8 +1,8 @@
 """Save those fields of halfstep's own nodes that are not arrays and change in a run.
 
-A ledger writes down the products that were taken out of 8 bits, and a recipe's state knows them:
-both in fields that are part of the compiled program and no leaves. A state that is restored into
-fresh ones would silently compute them in 8 bits again.
+A ledger and a recipe's state both record the products that were taken out of 8 bits. They do so in
+fields that are a part of the compiled program and are not leaves. If only leaves were restored, a
+run would silently compute these products in 8 bits again.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def static_fields(tree: object) -> dict[str, dict[str, Any]]:
-    """The fields of halfstep's nodes that are no leaves, by the node's name and theirs."""
+    """Return the fields of halfstep's nodes that are not leaves, by the names of node and field."""
     found = {}
     for name, node in _nodes(tree, ""):
         fields = {field: _as_json(getattr(node, field)) for field in _fields(node)}
@@ -30,7 +30,7 @@ def static_fields(tree: object) -> dict[str, dict[str, Any]]:
 
 
 def with_static_fields(tree: T, saved: dict[str, dict[str, Any]], step: int) -> T:
-    """The tree with the saved fields in place of its own.
+    """Return the tree with the saved fields in place of its own.
 
     Raises:
         CheckpointError: If a node is of another type or recipe than the saved one.
@@ -77,7 +77,7 @@ def _from_json(value: object) -> Any:
 
 
 def _is_alike(saved: object, own: object) -> bool:
-    """Whether a saved field can stand where another one is: of its type, or none."""
+    """Return whether a saved field can replace another: they have one type, or one is `None`."""
     if saved is None or own is None:
         return True
     if isinstance(saved, tuple):
@@ -115,7 +115,7 @@ def _restored(node: _Node, saved: dict[str, dict[str, Any]], name: str, step: in
     known = _fields(node)
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
-        # A recipe is many settings, of which the name stands for all; another one would not fit the
+        # The name of a recipe stands for all of its settings. Another recipe would not fit the
         # arrays.
         if isinstance(value, Recipe):
             if about.get(field.name) != value.name:
@@ -133,6 +133,6 @@ def _restored(node: _Node, saved: dict[str, dict[str, Any]], name: str, step: in
             value = saved_value
         elif field.name in _children(node):
             value = _replaced(value, saved, f"{name}.{field.name}", step)
-        # Frozen, and its constructor takes other arguments than its fields.
+        # The node is frozen, and its constructor takes other arguments than its fields.
         object.__setattr__(made, field.name, value)
     return made

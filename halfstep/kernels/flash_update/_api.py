@@ -1,4 +1,4 @@
-"""Choose who computes an update."""
+"""Choose the implementation that computes an update."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +28,8 @@ from halfstep.kernels.flash_update._rule import HasType, Leaf, Scalars, Spec, le
 Implementation = Literal["xla", "gpu", "tpu", "interpret"] | None
 
 _KERNELS = MappingProxyType({"gpu": _gpu, "interpret": _gpu, "tpu": _tpu})
-# What XLA compiles by itself: for any platform, and what its CPU and its GPU compiler do better.
+# Forms that XLA compiles without a kernel: one for any platform, and two that suit its CPU and its
+# GPU compiler better.
 _FORMS = MappingProxyType({"plain": _block, "cpu": _cpu, "gpu": _xla_gpu})
 
 
@@ -45,16 +46,17 @@ def flash_update(
 
     Args:
         leaf: The parameter and its state.
-        grad: Its gradient, in any float dtype; it is not converted beforehand.
+        grad: The gradient, in any float dtype; it is not converted beforehand.
         by: The hyperparameters of the step.
-        spec: Which optimizer it is, and how its state is written.
-        implementation: `"xla"`, `"gpu"` or `"tpu"`; `"interpret"` runs the kernel of a GPU as JAX
-            on any machine; `None` chooses by where it is compiled for, and takes `"xla"` for what
-            there is no kernel for. The kernel of a GPU is for Hopper and Blackwell, with JAX 0.12.
-        sharding: How the leaf is divided among devices, where it is known: every device then
-            updates what it has, with a kernel on all platforms. JAX tells it by itself where a
-            mesh has explicit axes. Without it the compiler divides the update: the kernel of a GPU,
-            and on a TPU, where it cannot divide kernels, that of XLA.
+        spec: The optimizer, and how its state is stored.
+        implementation: `"xla"`, `"gpu"` or `"tpu"`; `"interpret"` runs the GPU kernel as JAX on any
+            machine. `None` chooses by the platform that the program is compiled for, and uses
+            `"xla"` where no kernel exists. The GPU kernel is for Hopper and Blackwell, with JAX
+            0.12.
+        sharding: How the leaf is divided among devices, if this is known. Every device then updates
+            its own part, with a kernel on all platforms. For a mesh with explicit axes, JAX knows
+            the sharding by itself. Without a sharding, the compiler divides the update. It can
+            divide the GPU kernel. It cannot divide kernels for TPUs, so there XLA is used.
     """
     _check(implementation, leaf, grad, spec)
     present = leaf.present
@@ -73,8 +75,9 @@ def _bound(
     arrays = tuple(alike(arrays))
     divided = None
     if implementation != "xla" and may_be_divided():
-        # Traced here and not only when it is lowered: JAX looks for `custom_partitioning` in the
-        # jaxpr, and tells the lowering rule the devices only if it finds it.
+        # The divided update is traced here and not only when it is lowered: JAX looks for
+        # `custom_partitioning` in the jaxpr, and tells the lowering rule the devices only if it
+        # finds it.
         local = _local(present, spec, implementation)
         divided = jax.make_jaxpr(_divided(local, arrays, present, spec))(*arrays)
     return _update.bind(
@@ -83,7 +86,7 @@ def _bound(
 
 
 def _local(present: tuple[int, ...], spec: Spec, implementation: Implementation | str) -> Flat:
-    """Return the update of what one device has."""
+    """Return the update of the part that one device has."""
     return partial(
         _update.bind, present=present, spec=spec, implementation=implementation, divided=None
     )
@@ -114,7 +117,7 @@ def _packed(by: Scalars) -> jax.Array:
     index = jax.lax.iota(jnp.int32, len(by))
     packed = jnp.zeros(len(by), jnp.float32)
     for i, value in enumerate(by):
-        # Selected and not concatenated: XLA takes 350 KB for the concatenation on a TPU v5p.
+        # Select instead of concatenating: XLA takes 350 KB for the concatenation on a TPU v5p.
         packed = jnp.where(index == i, jnp.asarray(value, jnp.float32), packed)
     return packed
 
@@ -127,7 +130,7 @@ def _flat(leaf: Leaf) -> tuple[jax.Array, ...]:
     return tuple(array for array in leaf if array is not None)
 
 
-# Jitted, so that leaves of one shape are traced and lowered once.
+# This is jitted so that leaves of the same shape are traced and lowered once.
 @partial(jax.jit, static_argnames=("present", "spec", "form"))
 def _compiled(
     by: jax.Array,
@@ -154,8 +157,8 @@ def _kernel(
     return _flat(_KERNELS[kind].update(leaf, grad, by, spec, interpret=kind == "interpret"))
 
 
-# A primitive and no function: only a lowering rule knows the platform, the devices and whether a
-# compiler divides the program, and all three decide who computes the update.
+# This is a primitive and not a function: only a lowering rule knows the platform, the devices and
+# whether a compiler divides the program. All three decide which implementation is used.
 _update = Primitive("halfstep_flash_update")
 _update.multiple_results = True
 
@@ -181,9 +184,9 @@ def _lowered(
     implementation: Implementation,
     divided: ClosedJaxpr | None,
 ) -> Any:
-    # Refused in this order: a wrong platform, a GPU without the kernel, a leaf without it, and a
-    # compiler that divides the program but not kernels. Where the user has named an implementation,
-    # its platform and its division raise; without a name, XLA takes over.
+    # A kernel is refused in this order: for a wrong platform, for a GPU or a leaf that it does not
+    # support, and for a compiler that divides the program but not kernels. If the user has named an
+    # implementation, a wrong platform, GPU or division raises. Otherwise XLA computes the update.
     if implementation in ("gpu", "tpu") and implementation != platform:
         raise ValueError(
             f"implementation={implementation!r} is compiled for {platform or 'another platform'} "
@@ -191,7 +194,7 @@ def _lowered(
             "compiled for, or 'interpret' to try the kernel of a GPU."
         )
     if implementation == "gpu":
-        # Mosaic GPU assumes Hopper where nothing tells the GPU.
+        # Mosaic GPU assumes Hopper if the GPU is not known.
         reason = _gpu.refusal_of_gpu(capability_of(ctx) or _gpu.HOPPER)
         if reason is not None:
             raise ValueError(
@@ -205,7 +208,8 @@ def _lowered(
     elif not _is_divided(ctx):
         run = partial(_kernel, present=present, spec=spec, kind=chosen)
     elif divided is not None and _is_divided_here(ctx, platform):
-        # Traced again: in the divided program, nothing tells which GPU it is for.
+        # The update is traced again, with the chosen kernel: the lowering of the divided program
+        # cannot tell which GPU it is for.
         avals: Any = ctx.avals_in
         run = _divided(_local(present, spec, chosen), avals, present, spec)
     elif implementation is None:
@@ -228,7 +232,7 @@ def _chosen(
     spec: Spec,
     implementation: Implementation,
 ) -> str | None:
-    """Return which kernel computes an update; `None` for XLA."""
+    """Return the kernel that computes an update; `None` for XLA."""
     kind: str | None = implementation or platform
     if kind is None or kind not in _KERNELS:
         return None
@@ -244,7 +248,7 @@ def _chosen(
 def _by_xla(
     platform: str | None, ctx: mlir.LoweringRuleContext, implementation: Implementation
 ) -> str:
-    """Return which form of the update the compiler of a platform makes the most of."""
+    """Return the form of the update that the compiler of a platform handles best."""
     if platform == "gpu":
         return "gpu"
     # The form for CPUs reads single elements, which in a divided program lie on other devices.
@@ -254,8 +258,8 @@ def _by_xla(
 
 
 def _is_divided(ctx: mlir.LoweringRuleContext) -> bool:
-    """Return whether the compiler divides this program, so that shapes are those of all devices."""
-    # JAX's two kinds of context: of a program that the compiler divides, and of `shard_map`.
+    """Return whether the compiler divides this program, so that shapes span all devices."""
+    # JAX has two kinds of context: of a program that the compiler divides, and of `shard_map`.
     context: Any = ctx.module_context.axis_context
     if hasattr(context, "num_devices"):
         return context.num_devices > 1
@@ -263,19 +267,22 @@ def _is_divided(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def _is_divided_here(ctx: mlir.LoweringRuleContext, platform: str | None) -> bool:
-    """Return whether the compiler asks this process how to divide a kernel; not so for TPUs."""
+    """Return whether the compiler asks this process how to divide a kernel.
+
+    The compiler for TPUs never asks.
+    """
     return platform != "tpu" and not ctx.module_context.lowering_parameters.for_export
 
 
 def _batched(
     args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Sequence[jax.Array], list[int]]:
-    # The axis of groups is counted from the end: a batch of leaves, with one more axis in front,
-    # is itself a leaf, which one kernel updates.
+    # The axis of groups is counted from the end. A batch of leaves, with one more axis in front, is
+    # therefore itself a leaf, which one kernel updates.
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
     implementation, spec = params["implementation"], params["spec"]
     if dims[0] is not None:
-        # A kernel takes one set of scalars: with one for each example, the plain form remains.
+        # A kernel takes one set of scalars. With a set for each example, the plain form is used.
         if implementation in _KERNELS:
             raise ValueError(
                 f"the kernel of implementation={implementation!r} takes one set of "
@@ -288,7 +295,7 @@ def _batched(
         jnp.broadcast_to(arg, (size, *arg.shape)) if dim is None else jnp.moveaxis(arg, dim, 0)
         for arg, dim in zip(args[1:], dims[1:], strict=True)
     ]
-    # A batch of leaves may be one that the kernel does not take.
+    # The kernel may refuse a batch of leaves even if it takes each of them.
     _check(implementation, leaf_of(params["present"], moved[1:]), moved[0], spec)
     names = ("present", "spec", "implementation")
     made = _bound(args[0], *moved, **{name: params[name] for name in names})
@@ -296,18 +303,19 @@ def _batched(
 
 
 def _differentiated(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> Any:
-    # Kernels have no derivative; the plain form computes the same and has one.
+    # Kernels cannot be differentiated. The plain form computes the same and can be.
     plain = partial(_compiled, present=params["present"], spec=params["spec"], form="plain")
     return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-# Outside `jit` too, one compiled program computes the update: op by op it would take the
-# temporaries that a fused form avoids.
+# One compiled program computes the update outside `jit` too. Computed op by op, the update would
+# take the temporaries that a fused form avoids.
 _update.def_impl(lambda *arrays, divided, **params: _eager(*arrays, **params))
 _update.def_abstract_eval(_abstract)
 batching.primitive_batchers[_update] = _batched
 ad.primitive_jvps[_update] = _differentiated
-# JAX names NVIDIA's platform "cuda". On any other GPU, the rule without a platform takes plain XLA.
+# JAX names NVIDIA's platform "cuda". Any other GPU gets the rule without a platform, which uses
+# plain XLA.
 mlir.register_lowering(_update, partial(_lowered, None))
 mlir.register_lowering(_update, partial(_lowered, "cpu"), platform="cpu")
 mlir.register_lowering(_update, partial(_lowered, "gpu"), platform="cuda")

@@ -23,11 +23,11 @@ from halfstep.quant._groups import SIZE, Groups
 from halfstep.quant._split import joined, parted, widened
 
 SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"))
-"""Which fields of a leaf are scales."""
+"""The indices of the fields of a leaf that are scales."""
 
 
 def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
-    """Return why no kernel takes a leaf, or `None` if there is nothing against it."""
+    """Return why no kernel takes a leaf, or `None` if nothing common to all kernels forbids it."""
     if leaf.param.size == 0:
         return f"takes no empty leaf; got shape {list(leaf.param.shape)}"
     if (spec.first_code, spec.second_code, spec.groups.size) != ("int8", "root8", SIZE):
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of its scales."""
+        """The shape of the leaf's scales."""
         return self.groups.scale_shape(self.shape)
 
     @property
@@ -71,7 +71,7 @@ class View(NamedTuple):
     def position(
         self, block: tuple[int, int], start: tuple[ArrayLike, ArrayLike, ArrayLike]
     ) -> jax.Array:
-        """Return the position of each element in the whole leaf, for its random words."""
+        """Return the position of each element in the whole leaf, which gives its random words."""
         _, rows, cols = self.shape
         full = self.groups.count(self.shape) * self.groups.size
         rows, cols = (full, cols) if self.groups.axis == -2 else (rows, full)
@@ -87,7 +87,8 @@ def view_of(shape: tuple[int, ...], groups: Groups) -> View:
     axis = len(shape) + groups.axis
     lead, rows, cols = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     if rows % groups.size == 0:
-        # With full groups, leading axes and rows are one long axis: more rows for each block.
+        # With full groups, leading axes and rows merge into one long axis, so that blocks can have
+        # more rows.
         lead, rows = 1, lead * rows
     return View((lead, rows, cols), Groups(-2, groups.size))
 
@@ -102,15 +103,15 @@ def update_block(
     at: jax.Array | None,
     nearest: Callable[[jax.Array], jax.Array] = jnp.round,
 ) -> Leaf:
-    """Step one block. A last group that is not full is padded while it is computed.
+    """Step one block. A last group that is not full is padded during the computation.
 
     Args:
         leaf: The block's part of every array.
-        grad: That of the gradient.
+        grad: The block's part of the gradient.
         by: The hyperparameters.
-        spec: Which optimizer it is.
-        groups: How the block is divided.
-        at: Where its elements are in the whole, for randomness.
+        spec: The optimizer, and how its state is stored.
+        groups: How the block is divided into groups.
+        at: The positions of the block's elements in the whole leaf, for random rounding.
         nearest: Rounds to the nearest.
     """
     shape = leaf.param.shape
@@ -119,7 +120,8 @@ def update_block(
     if spec.stochastic and at is not None:
         at = groups.divided(at)
         words = hashed(at, by.seed, stream=0)
-        # By way of int32, which every backend converts to floats; the shift has cleared the sign.
+        # Convert by way of int32, which every backend converts to floats. The shift has cleared the
+        # sign.
         top = jax.lax.bitcast_convert_type(hashed(at, by.seed, stream=1) >> 8, jnp.int32)
         chances = top.astype(jnp.float32) * 2.0**-24
     root = _decoded(leaf.second, leaf.second_scale, spec.second, groups)
@@ -166,7 +168,7 @@ def _encoded(
 
 
 def reshaped(arrays: Sequence[jax.Array], like: Leaf) -> Leaf:
-    """Make a leaf of a kernel's results, in the shapes of the leaf that it was given."""
+    """Make a leaf from a kernel's results, in the shapes of the leaf that the kernel was given."""
     pairs = zip(like.present, arrays, strict=True)
     return leaf_of(like.present, [array.reshape(like[i].shape) for i, array in pairs])
 
@@ -176,7 +178,7 @@ def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
     shape, groups = leaf.param.shape, spec.groups
     at = None
     if spec.stochastic:
-        # Counted as kernels count, with the padding of a last group that is not full.
+        # Positions are counted as in kernels, with the padding of a last group that is not full.
         count = math.prod(groups.scale_shape(shape)) * groups.size
         at = groups.whole(jnp.arange(count, dtype=jnp.uint32), shape)
     return update_block(leaf, grad, by, spec, groups, at=at)

@@ -1,14 +1,14 @@
-"""The update for XLA:CPU: a few passes over a leaf, each of one fused loop that all cores share.
+"""Compute the update on XLA:CPU in a few passes, each a fused loop that all cores share.
 
-XLA:CPU gives a fused loop one result, so the plain form keeps what several results need in arrays
-of float32, 19 bytes an element. Here every array has a pass of its own, which decodes again what it
-needs and writes where it has read. Only the low bits are held twice, while the parameter is
-written: 1 byte an element.
+XLA:CPU gives a fused loop only one result. The plain form therefore keeps values that several
+results need in float32 arrays, which take 19 bytes per element. Here every array has its own pass,
+which decodes the values that it needs once more and writes in place. Only the low bits are held
+twice, while the parameter is written: 1 byte per element.
 
-Two things keep the compiler from merging passes again. Each decodes values with a zero added that
-it cannot know to be one, and that zero is read from what the pass before has written, which also
-puts the passes in order. Reductions are written as maxima of slices, which become loops over
-columns; those of `jnp.max` do not.
+A trick keeps the compiler from merging the passes. Each pass combines the values that it decodes
+with a zero that the compiler cannot know to be zero. The zero is read from the result of the
+previous pass, which also orders the passes. In addition, reductions are written as maxima of
+slices, which become loops over columns; reductions by `jnp.max` do not.
 """
 
 import functools
@@ -35,9 +35,9 @@ from halfstep.quant._codes import scale_of
 from halfstep.quant._split import join, parted, widened, word_dtype, words
 
 MIN_SIZE = 1 << 20
-"""Smaller leaves are updated in the plain form: they fit in caches, and passes cost more."""
+"""Smaller leaves are updated in the plain form: they fit in caches, and passes would cost more."""
 
-# XLA stops merging where one value would be computed at more than 15 places.
+# XLA stops merging if one value would be computed in more than 15 places.
 _FOLD = 8
 
 
@@ -48,20 +48,22 @@ def update(
 
     Args:
         leaf: The parameter and its state, on one device.
-        grad: Its gradient.
+        grad: The gradient.
         by: The hyperparameters of the step.
-        spec: Which optimizer it is, and how its state is written.
-        min_size: Leaves of fewer elements take the plain form.
+        spec: The optimizer, and how its state is stored.
+        min_size: Leaves with fewer elements take the plain form.
     """
-    # A leaf of another kind takes the plain form too: it is right for every leaf, and only larger.
+    # Leaves that do not fit take the plain form too. It is right for every leaf, and only needs
+    # more memory.
     if not _fits(leaf, grad, spec) or leaf.param.size < min_size:
         return _block.update(leaf, grad, by, spec)
-    # Low bits first, since they need the old parameter, and the moments last, since all others need
-    # the old moments. Scales are computed before codes and written after them, for the same reason.
+    # The low bits come first, since they need the old parameter. The moments come last, since all
+    # others need the old moments. For the same reason, scales are computed before codes and written
+    # after them.
     keep = jnp.asarray(by.keep, bool)
     passes = _Passes(leaf, grad, by, spec)
-    # Read from an argument. Read from a result, the zero would be one more use of all that makes
-    # the result, and XLA would compute it twice or keep it.
+    # This zero is read from an argument. If it were read from a result, it would be one more use of
+    # the values behind that result, and XLA would compute these twice or keep them.
     zero = _zero_after(leaf.first)
     always = zero == 0
     low = None
@@ -101,7 +103,7 @@ def _fits(leaf: Leaf, grad: HasType, spec: Spec) -> bool:
 
 
 class _Passes(NamedTuple):
-    """What is computed in one pass each. `zero` is one that the compiler does not know."""
+    """The results that take one pass each. The compiler cannot know that `zero` is zero."""
 
     leaf: Leaf
     grad: jax.Array
@@ -131,7 +133,7 @@ class _Passes(NamedTuple):
         return self.spec.second.encode(self._new(zero).root, wide, noise=chances)
 
     def scales(self, zero: jax.Array, always: jax.Array) -> list[jax.Array]:
-        """Return the scales of both moments, as words: in two passes, the second a small one."""
+        """Return the scales of both moments as words, in two passes. The second is small."""
         leaf, groups = self.leaf, self.spec.groups
         first = (leaf.first, leaf.first_scale)
         second = () if leaf.second is None else (leaf.second, leaf.second_scale)
@@ -148,7 +150,7 @@ class _Passes(NamedTuple):
         return list(whole(*found))
 
     def _largest(self, zero: jax.Array, grad: jax.Array, *moments: jax.Array) -> list[jax.Array]:
-        """Return the scales of each eight elements."""
+        """Return the scales of every eight elements."""
         folded = [self._folded(x) for x in (words(grad), moments[0], *moments[2:3])]
         wide = [widened(s)[..., None, :] for s in (moments[1], *moments[3:])]
         found: list[jax.Array] = []
@@ -162,8 +164,8 @@ class _Passes(NamedTuple):
             ]
             moments_row = Moments(jnp.float32(0), old[0], old[1] * old[1] if old[1:] else None)
             new = updated(moments_row, _floats(grad_row), self.by, self.spec)
-            # The words of values that are not negative are in the order of the values, and NaN is
-            # the largest: a maximum of floats might drop it.
+            # The words of values that are not negative are in the order of the values, with NaN as
+            # the largest. A maximum of floats might drop a NaN.
             magnitudes = [jnp.abs(new.first), *([new.second] if old[1:] else [])]
             row_words = [bitcast_convert_type(x, jnp.int32) for x in magnitudes]
             found = [*map(jnp.maximum, found, row_words)] if found else row_words
@@ -173,7 +175,7 @@ class _Passes(NamedTuple):
         return [words(scale_of(*pair)) for pair in zip(values, dtypes, strict=True)]
 
     def _new(self, zero: jax.Array) -> Moments:
-        """Return the values after the step. XLA drops those that a pass does not use."""
+        """Return the values after the step. XLA drops the values that a pass does not use."""
         leaf, spec = self.leaf, self.spec
         if leaf.low is None:
             value = _opaque(widened(leaf.param), zero)
@@ -198,7 +200,7 @@ class _Passes(NamedTuple):
         return self._spread(widened(scale))
 
     def _spread(self, scale: jax.Array) -> jax.Array:
-        """Spread scales over the shape of the leaf: only then is the leaf written in place."""
+        """Broadcast scales to the shape of the leaf: only then is the leaf written in place."""
         shape, size = self.leaf.param.shape, self.spec.groups.size
         rows = (*scale.shape[:-1], size, scale.shape[-1])
         return jnp.broadcast_to(scale[..., None, :], rows).reshape(shape)
@@ -221,13 +223,13 @@ def _stored(bits: jax.Array, zero: jax.Array, old: jax.Array, keep: jax.Array) -
 
 
 def _opaque(value: jax.Array, zero: jax.Array) -> jax.Array:
-    """Return the same value in a form that the compiler takes for another one."""
+    """Return the same value in a form that the compiler takes for another value."""
     bits = words(value)
     return bitcast_convert_type(bits ^ zero.astype(bits.dtype), value.dtype)
 
 
 def _after(value: jax.Array, always: jax.Array) -> jax.Array:
-    """Return a zero that is known when `value` is."""
+    """Return a zero that is known only after `value` is."""
     return _barrier(_zero_after, jax.ShapeDtypeStruct((), jnp.uint32), always)(value)
 
 

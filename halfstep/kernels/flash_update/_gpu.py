@@ -8,9 +8,10 @@
 | random rounding: Mosaic GPU has no `floor` | XLA (`_xla_gpu`) |
 | Ampere and Ada GPUs, JAX before 0.12, exports for an unknown GPU | XLA (`_xla_gpu`) |
 
-A block is one group of 32 rows and up to 512 columns, for the 128 threads of a warpgroup: every
-thread has whole groups, so that no thread needs another one. The block reads its rows twice, first
-for the new scales and then for everything else. The second time, they are still in the cache.
+A block is one group of 32 rows and up to 512 columns, for the 128 threads of a warpgroup. Every
+thread has full groups, so that no thread needs another thread's values. The block reads its rows
+twice, first for the new scales and then for everything else. The second time, the rows are still in
+the cache.
 
 Mosaic GPU can be lowered for Ampere too, but only in a process that has such a GPU: without one, it
 assumes Hopper, and LLVM then ends the process. JAX 0.10 lacks the square root in Mosaic GPU.
@@ -44,9 +45,9 @@ from halfstep.quant._split import joined, parted, widened
 
 HOPPER = (9, 0)
 _JAX = (0, 12)
-# Hopper and data-center Blackwell, by the first number of their compute capability.
+# Hopper and data-center Blackwell: the first numbers of their compute capabilities.
 _GENERATIONS = (9, 10)
-# Columns of a block: 4, 2 or 1 for each of the 128 threads.
+# The columns of a block: 4, 2 or 1 for each of the 128 threads.
 _WIDTHS = (512, 256, 128)
 _AXES = ("lead", "group", "column")
 
@@ -68,7 +69,7 @@ def refusal_of_gpu(capability: Capability | None) -> str | None:
 
 
 def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
-    """Return why there is no kernel for a leaf, or `None` if there is one."""
+    """Return why the kernel does not take a leaf, or `None` if it does."""
     reason = common_refusal(leaf, grad, spec)
     if reason is not None:
         return reason
@@ -89,10 +90,10 @@ def update(
     """Return a leaf after one step.
 
     Args:
-        leaf: The parameter and its state. All of it is overwritten where it lies.
+        leaf: The parameter and its state. All arrays are overwritten in place.
         grad: The gradient, in its own dtype.
         by: The hyperparameters, in one array.
-        spec: Which optimizer it is.
+        spec: The optimizer, and how its state is stored.
         interpret: Whether to run the kernel as JAX, on any machine.
     """
     view = view_of(leaf.param.shape, spec.groups)
@@ -106,7 +107,7 @@ def update(
 
 
 Block = Callable[..., None]
-"""Updates one block: of its place in the grid, all inputs and all outputs."""
+"""Updates one block, given its place in the grid, all inputs and all outputs."""
 
 
 def _compiled(
@@ -117,8 +118,8 @@ def _compiled(
 
     def kernel(by_ref: jax.Ref, grad_ref: jax.Ref, *refs: jax.Ref) -> None:
         place = tuple(map(jax.lax.axis_index, _AXES))
-        # In place: the references are read and written. A block reads a row twice before it writes
-        # the row, and no other block touches it.
+        # The update is in place: the references are read and written. A block reads a row twice
+        # before it writes the row, and no other block touches that row.
         block(place, by_ref, grad_ref, refs, refs)
 
     refs = [jax.new_ref(array) for array in arrays]
@@ -177,8 +178,8 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
                 root = spec.second.decode(old.second[here], scales[1])
                 second = root * root
             if moments_only and not spec.coupled:
-                # The moments do not depend on the parameter, unless weight decay is a part of the
-                # gradient: the first pass does not read it.
+                # The first pass does not read the parameter: the moments depend on it only if
+                # weight decay is a part of the gradient.
                 value = jnp.zeros(width, jnp.float32)
             else:
                 value = joined(old.param[here], None if old.low is None else old.low[here])
@@ -192,7 +193,7 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
         def write(number: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
             here = row(number)
             values = stepped(number, moments_only=False)
-            # `parted` looks at the dtypes of the old arrays only.
+            # `parted` uses only the dtypes of the old arrays.
             like: list[Any] = [
                 None if r is None else jnp.zeros(width, r.dtype) for r in (new.param, new.low)
             ]
@@ -206,7 +207,7 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
                 new.second[here] = spec.second.encode(values.root, widened(made[1]))
             return made
 
-        # A step that is not kept writes nothing: the leaf is updated in place.
+        # A step that is not kept writes nothing, since the leaf is updated in place.
         @pl.when(by.keep != 0)
         def _() -> None:
             refs = [scale for scale in _scales(new) if scale is not None]

@@ -1,7 +1,8 @@
-"""A kernel over leaves that are divided among devices: each device updates what it has.
+"""Run a kernel on leaves that are divided among devices: each device updates its own part.
 
-A compiler that divides a program among devices does not look into kernels; without a word it would
-gather every array. Groups never lie on two devices, so that no device needs another one.
+A compiler that divides a program among devices does not look into kernels. Unless it is told how to
+divide them, it gathers every array. Groups never lie on two devices, so that no device needs data
+from another.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,14 @@ from halfstep._base import varying_axes
 from halfstep.quant import Groups
 
 Flat = Callable[..., Sequence[jax.Array]]
-"""An update of plain arrays: of the scalars, the gradient and the arrays of a leaf, the parameter
-first, it makes the new arrays of the leaf."""
+"""An update of plain arrays. It takes the scalars, the gradient and the arrays of a leaf, the
+parameter first, and returns the new arrays of the leaf."""
 
 
 def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Mark arrays inside `shard_map` as varying over the same axes of the mesh.
 
-    JAX does this for the operands of its own operations, and not for those of a new primitive.
+    JAX does this for the operands of its own operations, but not for those of a new primitive.
     """
     axes = [varying_axes(array) for array in arrays]
     every = frozenset[str]().union(*axes)
@@ -32,16 +33,17 @@ def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def may_be_divided() -> bool:
-    """Return whether a compiler in this process may divide what is traced among devices."""
+    """Return whether a compiler in this process may divide the traced program among devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return True
-    # For a mesh without devices another process compiles: JAX knows no devices here.
+    # A program for a mesh without devices is compiled in another process: JAX knows no devices
+    # here.
     return mesh.abstract_device is not None and set(mesh.manual_axes) != set(mesh.axis_names)
 
 
 def explicit_sharding(array: jax.Array) -> NamedSharding | None:
-    """Return how an array is divided, if its type says so."""
+    """Return how an array is divided among devices, if its type says so."""
     sharding = jax.typeof(array).sharding
     if not sharding.mesh.explicit_axes or all(axis is None for axis in sharding.spec):
         return None
@@ -51,22 +53,24 @@ def explicit_sharding(array: jax.Array) -> NamedSharding | None:
 def along_shards(
     update: Flat, arrays: Sequence[jax.Array], sharding: NamedSharding | None
 ) -> Sequence[jax.Array]:
-    """Compute an update on each device for itself.
+    """Compute an update on each device separately.
 
     Args:
         update: The update.
-        arrays: Its arguments.
-        sharding: How the arrays of the leaf are divided; `None` if that is not known.
+        arrays: The arguments of the update.
+        sharding: How the arrays of the leaf are divided; `None` if this is not known.
     """
     if sharding is None:
         return update(*arrays)
     specs = (PartitionSpec(), *[sharding.spec] * (len(arrays) - 1))
     mesh = sharding.mesh
     if mesh.explicit_axes:
-        # Over explicit axes JAX moves nothing by itself: a gradient that lies otherwise is moved.
+        # Over explicit axes, JAX moves nothing by itself. A gradient with another sharding is moved
+        # here.
         pairs = zip(arrays, specs, strict=True)
         arrays = [jax.sharding.reshard(array, NamedSharding(mesh, s)) for array, s in pairs]
-    # Unchecked: Pallas does not interpret kernels that are checked, and here all is divided alike.
+    # Checks are off: Pallas does not interpret kernels that are checked, and here all arrays are
+    # divided alike.
     divided = jax.shard_map(
         lambda *arrays: tuple(update(*arrays)),
         mesh=mesh,
@@ -80,13 +84,13 @@ def along_shards(
 def partitioned(
     update: Flat, shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
 ) -> Flat:
-    """Return an update that is computed where its leaf lies.
+    """Return an update that runs on the devices that hold the leaf.
 
     Args:
         update: The update.
         shape: The shape of the leaf.
-        groups: How it is divided into groups.
-        is_scale: Which of its arrays are scales.
+        groups: How the leaf is divided into groups.
+        is_scale: Whether each array of the leaf is a scale.
     """
 
     def infer(
@@ -112,9 +116,12 @@ def partitioned(
 def _aligned(
     mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], groups: Groups
 ) -> NamedSharding:
-    """Return how the arrays of a leaf lie if its parameter lies so: alike, groups on one device."""
-    # A device that has whole groups, or all of the axis, needs no other device. Otherwise the axis
-    # is gathered: slower, but right.
+    """Return the sharding for all arrays of a leaf, given that of its parameter.
+
+    It is the same sharding, unless that would divide a group among devices.
+    """
+    # A device that has full groups, or all of the axis, needs no other device. Otherwise the axis
+    # is gathered, which is slower but right.
     local = sharding.shard_shape(shape)[groups.axis]
     if local == shape[groups.axis] or local % groups.size == 0:
         return sharding
@@ -126,10 +133,10 @@ def _aligned(
 def _rule(
     shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
 ) -> tuple[str, dict[str, int | tuple[str, ...]]]:
-    """Return the rule for Shardy: the arrays of a leaf are divided alike, but never in a group.
+    """Return the rule for Shardy: the arrays of a leaf are divided alike, but never within a group.
 
-    A full axis of groups is written as a product of two factors, `(axis within)`, of which scales
-    have the first. The factor `within` is replicated: a group stays on one device.
+    An axis of full groups is written as a product of two factors, `(axis within)`; scales have the
+    first of them. The factor `within` is replicated, so that a group stays on one device.
     """
     names = [f"axis{i}" for i in range(len(shape))]
     leaf, scale = list(names), list(names)

@@ -1,4 +1,4 @@
-"""The optimizers' rules, on float32 values, and what they take. Every backend runs these rules."""
+"""The optimizers' rules on float32 values, and their arguments. Every backend runs these rules."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -31,10 +31,10 @@ class HasType(Protocol):
 
 
 class Leaf(NamedTuple):
-    """A parameter and all that an optimizer stores for it. What it does not need is `None`."""
+    """A parameter and all that an optimizer stores for it. Unused fields are `None`."""
 
     param: Any
-    """The parameter, as it is computed with: bfloat16 where `low` has the rest, or any float."""
+    """The parameter that models compute with: bfloat16 if `low` has the rest, or any float."""
     low: Any
     """The bits that a bfloat16 parameter lacks: 8 or 16 of them."""
     first: Any
@@ -46,18 +46,18 @@ class Leaf(NamedTuple):
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Which fields it has."""
+        """The indices of the fields that are not `None`."""
         return tuple(i for i, array in enumerate(self) if array is not None)
 
 
 def leaf_of(present: Sequence[int], arrays: Iterable[Any]) -> Leaf:
-    """Make a leaf of the fields that it has."""
+    """Make a leaf from the arrays of its present fields."""
     fields = dict(zip(present, arrays, strict=True))
     return Leaf(*(fields.get(i) for i in range(len(Leaf._fields))))
 
 
 class Scalars(NamedTuple):
-    """What changes from step to step. All are float32 scalars, traced or not."""
+    """The values that change from step to step. All are float32 scalars, traced or not."""
 
     rate: Any
     """The learning rate."""
@@ -71,14 +71,14 @@ class Scalars(NamedTuple):
     second_bias: Any
     """`1 / sqrt(1 - b2**t)`."""
     keep: Any
-    """0 where nothing is to change, since a gradient is not finite; else 1."""
+    """0 if nothing may change, because a gradient is not finite; otherwise 1."""
     seed: Any
-    """What randomness is drawn from, where rounding is random: a whole number below 2**24."""
+    """The seed of random rounding: an integer below 2**24."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """How a leaf is updated: what no array says by itself."""
+    """The settings of an update that the arrays do not determine."""
 
     algorithm: Algorithm
     groups: Groups
@@ -88,7 +88,7 @@ class Spec:
     stochastic: bool = False
     """Whether the second moment and a split of 8 bits are rounded at random."""
     coupled: bool = False
-    """Whether weights decay by their gradient, and not beside it."""
+    """Whether weight decay is added to the gradient and not to the step."""
 
     @property
     def first(self) -> Code:
@@ -115,15 +115,15 @@ def updated(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     """Return the values after one step.
 
     Args:
-        old: The values before.
+        old: The values before the step.
         grad: The gradient, in float32.
         by: The hyperparameters of this step.
-        spec: Which optimizer it is.
+        spec: The optimizer.
     """
     if spec.coupled:
         grad, by = grad + by.decay * old.value, by._replace(decay=0)
     # An element whose gradient is not finite stays as it is. One such value in a group's maximum
-    # would make the scale NaN, and with it all 32 moments of the group for good.
+    # would make the scale NaN, and with it all 32 moments of the group permanently.
     is_finite = jnp.abs(grad) <= float(jnp.finfo(jnp.float32).max)
     new = _RULES[spec.algorithm](old, jnp.where(is_finite, grad, 0), by, spec)
     value = jnp.where(is_finite, new.value, old.value)
@@ -134,7 +134,7 @@ def _adam(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     del spec
     first = by.b1 * old.first + (1 - by.b1) * grad
     second = by.b2 * old.second + (1 - by.b2) * _square(grad)
-    # Taken once: the step divides by it, and `root8` codes it.
+    # The root is computed once: the step divides by it, and `root8` codes it.
     root = jnp.sqrt(second)
     step = (first * by.first_bias) / (root * by.second_bias + by.eps)
     return Moments(_stepped(old.value, step, by), first, second, root)
@@ -156,7 +156,7 @@ def _sgd(old: Moments, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
 
 
 def _square(grad: jax.Array) -> jax.Array:
-    # The second moment of a complex gradient is that of its magnitude, and real.
+    # The second moment of a complex gradient is that of its magnitude, which is real.
     return grad.real**2 + grad.imag**2 if jnp.iscomplexobj(grad) else grad * grad
 
 
@@ -174,9 +174,9 @@ def _stepped(value: jax.Array, step: jax.Array, by: Scalars) -> jax.Array:
 def noise(shape: tuple[int, ...], seed: jax.Array, *, stream: int) -> jax.Array:
     """Return random 32-bit words, one per element: a hash of its position and the seed.
 
-    A hash and not `jax.random`: words that are made where they are used cost no memory, and every
-    kernel can compute them for its own part of an array. `stream` separates the words of one
-    purpose from those of another.
+    It is a hash and not `jax.random`, because words that are computed where they are used cost no
+    memory, and every kernel can compute them for its own part of an array. `stream` separates the
+    words of one purpose from those of another.
     """
     at = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
@@ -185,7 +185,7 @@ def noise(shape: tuple[int, ...], seed: jax.Array, *, stream: int) -> jax.Array:
 
 
 def hashed(at: jax.Array, seed: jax.Array, *, stream: int) -> jax.Array:
-    """Return the words of `noise` at positions, for a kernel that has a part of an array."""
+    """Return the words of `noise` at given positions, for a kernel that has a part of an array."""
     # The finalizer of Chris Wellons' "lowbias32", found by a search for low bias over all inputs.
     word = at * jnp.uint32(0x9E3779B9) + seed.astype(jnp.uint32) * jnp.uint32(2 * stream + 1)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

@@ -1,4 +1,4 @@
-"""The update as one kernel for TPUs, in Pallas by way of Mosaic.
+"""Compute the update in one kernel for TPUs, in Pallas by way of Mosaic.
 
 | leaf | computed by |
 |---|---|
@@ -10,7 +10,7 @@
 | groups along an axis before the last two: merging the axes after it would copy the leaf | XLA |
 | one axis | XLA |
 | divided among devices by the compiler, which does not divide kernels for TPUs | XLA |
-| divided by `shard_map`, by a mesh of explicit axes, or told by `sharding=` | this kernel |
+| divided by `shard_map`, by a mesh of explicit axes, or by `sharding=` | this kernel |
 """
 
 import math
@@ -27,15 +27,16 @@ from halfstep.kernels.flash_update._block import (
 )
 from halfstep.kernels.flash_update._rule import HasType, Leaf, Scalars, Spec, leaf_of
 
-# A block: rows of 8 full groups, since scales are loaded in eights; columns that keep copies long.
+# A block has the rows of 8 full groups, since scales are loaded in eights, and enough columns to
+# keep copies long.
 _ROWS = 256
 _COLS = 512
-# What is computed at a time of it: as wide as a vector.
+# The columns of a block that are computed at a time: as wide as a vector.
 _WIDTH = 128
 
 
 def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
-    """Return why there is no kernel for a leaf, or `None` if there is one."""
+    """Return why the kernel does not take a leaf, or `None` if it does."""
     shape = list(leaf.param.shape)
     if len(shape) < 2 or spec.groups.axis != -2:
         return f"takes groups along the last axis but one; got {spec.groups} of shape {shape}"
@@ -47,16 +48,16 @@ def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
 def update(
     leaf: Leaf, grad: jax.Array, by: jax.Array, spec: Spec, *, interpret: bool = False
 ) -> Leaf:
-    """Step a leaf.
+    """Return a leaf after one step.
 
     Args:
-        leaf: The parameter and its state. All of it is overwritten where it lies.
+        leaf: The parameter and its state. All arrays are overwritten in place.
         grad: The gradient, in its own dtype.
         by: The hyperparameters, in one array.
-        spec: Which optimizer it is.
-        interpret: Whether to run it as JAX, on any machine.
+        spec: The optimizer, and how its state is stored.
+        interpret: Whether to run the kernel as JAX, on any machine.
     """
-    # Here, since Pallas takes a second to import and most programs need none of it.
+    # Imported here: Pallas takes a second to import, and most programs do not need it.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -94,7 +95,7 @@ def update(
             for i, ref in zip(present, refs[len(present) :], strict=True):
                 ref[here] = new[i]
 
-        # A loop, and not the whole block at once: Mosaic unrolls a block into instructions for each
+        # A loop computes the block in parts: Mosaic unrolls a block into instructions for each
         # vector, and a program of half a megabyte takes memory too.
         jax.lax.fori_loop(0, cols // width, part, None)
 
@@ -108,7 +109,7 @@ def update(
         grid=(view.shape[0], math.ceil(view.shape[1] / rows), math.ceil(view.shape[2] / cols)),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_block, *specs],
         out_specs=specs,
-        # In place: the outputs are the inputs after the scalars and the gradient.
+        # The update is in place: the outputs are the inputs after the scalars and the gradient.
         input_output_aliases={2 + i: i for i in range(len(present))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
@@ -118,15 +119,15 @@ def update(
 
 
 def _block(view: View) -> tuple[int, int]:
-    """Return the rows and columns of a block: whole tiles, or all that there are."""
+    """Return the rows and columns of a block: full tiles, or all of a smaller leaf."""
     _, rows, cols = view.shape
     cols = min(cols, _COLS)
-    # Few rows are one block; Pallas then needs no multiple of a tile.
+    # A small number of rows is one block, for which Pallas needs no multiple of a tile.
     if rows <= _ROWS and rows % view.groups.size == 0:
         return rows, cols
     return _ROWS, cols
 
 
 def _inside(value: jax.Array, inside: jax.Array | None) -> jax.Array:
-    """Return zeros for what is beyond the last row, so that no maximum of a group sees it."""
+    """Replace values beyond the last row by zeros, so that they change no maximum of a group."""
     return value if inside is None else jnp.where(inside, value, jnp.zeros_like(value))

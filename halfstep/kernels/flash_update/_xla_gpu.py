@@ -1,9 +1,9 @@
-"""Compute the update by XLA:GPU alone, in two passes: new scales first, then everything else.
+"""Compute the update with XLA:GPU alone, in two passes: new scales first, then everything else.
 
-GPUs for which the Mosaic kernel of `_gpu` is not used take this form, as do leaves that the kernel
-does not take. XLA:GPU makes it four kernels. The first pass reads the gradient and the moments and
-writes the new scales to a temporary: 0.125 bytes per parameter. The second pass is element-wise, so
-that XLA updates parameters and moments in place, in one kernel.
+This form is for GPUs on which the Mosaic kernel of `_gpu` is not used, and for leaves that the
+kernel does not take. XLA:GPU compiles it into four kernels. The first pass reads the gradient and
+the moments and writes the new scales to a temporary: 0.125 bytes per parameter. The second pass is
+element-wise, so that XLA updates parameters and moments in place, in one kernel.
 
 The plain form of `_block.update` needs 13 bytes of temporaries per parameter on a GPU. Three things
 make the difference:
@@ -35,9 +35,9 @@ def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
 
     Args:
         leaf: The parameter and its state.
-        grad: Its gradient, in any float dtype.
+        grad: The gradient, in any float dtype.
         by: The hyperparameters of the step.
-        spec: Which optimizer it is, and how its state is written.
+        spec: The optimizer, and how its state is stored.
     """
     keep = by.keep != 0
 
@@ -69,7 +69,7 @@ def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
 
 
 def _stepped(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
-    """Decode a leaf and compute its values after the step. XLA drops those that are not used."""
+    """Decode a leaf and compute its values after the step. XLA drops unused values."""
     first = second = None
     if leaf.first is not None:
         first = spec.first.decode(leaf.first, _spread(leaf.first_scale, grad, spec.groups))
@@ -94,8 +94,8 @@ def _scale(value: jax.Array, old: jax.Array, groups: Groups, keep: jax.Array) ->
 def _spread(scale: jax.Array, grad: jax.Array, groups: Groups) -> jax.Array:
     """Return the scale of every element in float32.
 
-    The mask keeps XLA from computing, before it spreads the scales, what depends on scales alone:
-    it would keep the result in memory.
+    Without the mask, XLA would compute everything that depends on scales alone before it broadcasts
+    the scales, and keep the result in memory.
     """
     axis = grad.ndim + groups.axis
     wide = groups.aligned(scale)
@@ -105,7 +105,7 @@ def _spread(scale: jax.Array, grad: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _copy(value: jax.Array, number: int) -> jax.Array:
-    """Return the same value in a form that XLA takes for another one and LLVM does not."""
+    """Return the same value in a form that XLA, but not LLVM, takes for another value."""
     return _masked(value, jnp.asarray(number, word_dtype(value.dtype)))
 
 
@@ -114,7 +114,7 @@ def _masked(value: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _position(shape: tuple[int, ...], groups: Groups) -> jax.Array:
-    """Return the position of every element, counted as the kernels do: with full groups."""
+    """Return the position of every element, counted with full groups, as the kernels count."""
     full = list(shape)
     full[groups.axis] = groups.count(shape) * groups.size
     at = jnp.zeros(shape, jnp.uint32)
