@@ -77,7 +77,6 @@ from halfstep._base.sealed_folder import (
     Hashing as Hashing,
     check_files as check_files,
     check_nothing_added as check_nothing_added,
-    checking_files as checking_files,
     flush as flush,
     flush_one as flush_one,
     hash_text as hash_text,

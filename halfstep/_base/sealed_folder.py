@@ -7,14 +7,13 @@ them; there are no links there, and nothing to flush.
 """
 
 import concurrent.futures
-import contextlib
 import hashlib
 import hmac
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 # A list of a million files, or a description of a million arrays.
@@ -140,40 +139,11 @@ def check_files(
     Raises:
         DamagedFolderError: If one is not; the first of them.
     """
-    with checking_files(folder, expected, most=most, hashing=hashing) as finish:
-        finish()
-
-
-@contextlib.contextmanager
-def checking_files(
-    folder: _Path, expected: Mapping[str, str], *, most: int, hashing: Hashing = SHA256
-) -> Generator[Callable[[], None], None, None]:
-    """Check files in threads while a block runs; what is yielded waits for the answer.
-
-    Args:
-        folder: Where they are.
-        expected: Their hashes, by their names.
-        most: The largest number of bytes.
-        hashing: How files were hashed.
-
-    Raises:
-        DamagedFolderError: At once if one cannot be read without harm. What is yielded raises it
-            for the first that is not what was written.
-    """
     paths = [regular_file(folder, name, most=most) for name in expected]
-    pool = concurrent.futures.ThreadPoolExecutor()
-    hashes = [pool.submit(hashing.of_file, path) for path in paths]
-
-    def finish() -> None:
-        for name, found in zip(expected, hashes, strict=True):
-            if found.result() != expected[name]:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for name, found in zip(expected, pool.map(hashing.of_file, paths), strict=True):
+            if found != expected[name]:
                 raise DamagedFolderError(f"`{name}` is not what was written")
-
-    try:
-        yield finish
-    finally:
-        # Nobody waits for the answer about other files once one is damaged.
-        pool.shutdown(cancel_futures=True)
 
 
 def check_nothing_added(

@@ -1,6 +1,5 @@
 """Save and restore the steps of one run."""
 
-import contextlib
 import operator
 import os
 import threading
@@ -46,10 +45,9 @@ from halfstep.integrations._orbax._leaves import (
 from halfstep.integrations._orbax._lock import WriterLock
 from halfstep.integrations._orbax._manifest import Manifest
 from halfstep.integrations._orbax._static import static_fields, with_static_fields
-from halfstep.integrations._orbax._verification import looks_complete, read_data, verifying
+from halfstep.integrations._orbax._verification import looks_complete, read_data, verified
 
 T = TypeVar("T")
-_V = TypeVar("_V")
 _STATE, _ABOUT = _files.STATE, _files.ABOUT
 _SHORTEST_KEY = 16
 _FILE_BYTES = 2**27
@@ -333,24 +331,25 @@ class Checkpoints:
 
     def _read(self, step: int, like: object, leaves: list[StateLeaf]) -> tuple[str | None, Any]:
         """Why a step cannot be used, and otherwise what it holds."""
-        folder, part, parts = str(self._directory), jax.process_index(), jax.process_count()
-        started = verifying(self._path(step), step, part=part, parts=parts, key=self._key)
+        path, folder = self._path(step), str(self._directory)
+        manifest, own = None, None
+        part, parts = jax.process_index(), jax.process_count()
+        try:
+            manifest = verified(path, step, part=part, parts=parts, key=self._key)
+        except DamagedFolderError as error:
+            own = str(error)
         # All processes agree after each stage, before the next collective: see `agree`.
-        with contextlib.ExitStack() as stack:
-            verification, own = _answer(lambda: stack.enter_context(started))
-            reason = agree(own)
-            if reason is not None or verification is None:
-                return reason, None
-            manifest, finish = verification
-            about = manifest.leaves
-            if self._options is not None:
-                _check_options(self._options, manifest.options or {}, step, folder)
-            check_leaves(leaves, about, step, folder)
-            whole = with_static_fields(like, manifest.static, step)
-            arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
-            forms, unreadable = self._read_arrays(step, arrays, about)
-            # Which file is damaged says more than what Orbax made of it.
-            reason = agree(_answer(finish)[1] or unreadable)
+        reason = agree(own)
+        if reason is not None or manifest is None:
+            return reason, None
+        about = manifest.leaves
+        if self._options is not None:
+            _check_options(self._options, manifest.options or {}, step, folder)
+        check_leaves(leaves, about, step, folder)
+        whole = with_static_fields(like, manifest.static, step)
+        arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
+        forms, reason = self._read_arrays(step, arrays, about)
+        reason = agree(reason)
         if reason is None:
             reason = agree(_wrong_digest(forms, about))
         if reason is not None:
@@ -462,14 +461,6 @@ class Checkpoints:
                     f"{', '.join(said)}. Make it one array over all processes, with a sharding "
                     "over the mesh, or leave it out of the state."
                 )
-
-
-def _answer(verify: Callable[[], _V]) -> tuple[_V | None, str | None]:
-    """What a function returns, or the damage that it finds."""
-    try:
-        return verify(), None
-    except DamagedFolderError as error:
-        return None, str(error)
 
 
 def _wrong_digest(forms: dict[str, Any], about: dict[str, dict[str, Any]]) -> str | None:

@@ -69,7 +69,7 @@ class AboutHandler(ocp.AsyncCheckpointHandler):
             writing.result()
 
     def restore(self, directory: epath.Path, args: object = None) -> Any:
-        """Not by Orbax: see `verifying`."""
+        """Not by Orbax: see `verified`."""
         # Orbax does not call it.
         raise NotImplementedError
 

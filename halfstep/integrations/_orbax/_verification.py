@@ -3,8 +3,6 @@
 A step may come from a stranger: see `sealed_folder`.
 """
 
-import contextlib
-from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ from halfstep._base import (
     Hashing,
     check_files,
     check_nothing_added,
-    checking_files,
     read_json,
     read_text,
     sealed_files,
@@ -34,8 +31,6 @@ from halfstep.integrations._orbax._manifest import Manifest
 
 # Orbax's own files, and what a format of arrays needs beyond the arrays.
 _REST = 2**26
-_DATA = "/d/"
-"""The folders in which Orbax's format has the arrays' bytes, and nothing else."""
 
 
 def looks_complete(folder: epath.Path) -> bool:
@@ -56,79 +51,47 @@ def _hashing_of(folder: epath.Path, step: int) -> Hashing:
     raise DamagedFolderError(f"it is incomplete: `{ABOUT}/{HASHINGS[0].sums}` is missing")
 
 
-@contextlib.contextmanager
-def verifying(
+def verified(
     folder: epath.Path, step: int, *, part: int = 0, parts: int = 1, key: bytes | None = None
-) -> Generator[tuple[Manifest, Callable[[], None]], None, None]:
-    """Read a step's manifest, and verify its files while a block runs.
+) -> Manifest:
+    """Read a step's manifest, if all of its files are what was written.
 
-    The manifest and all that says where arrays are have been verified when the block begins. The
-    arrays themselves are most of the bytes, and to hash them takes as long as to read them: threads
-    do it meanwhile. Two cases verify all before the block begins: with a key, nothing is read that
-    is not signed; and of several processes, all would wait in Orbax for one that cannot read its
-    files.
+    Nothing else reads the files before that: the library that reads arrays takes sizes from them,
+    and a damaged one made it ask for all memory of the machine.
 
     Args:
-        folder: The step's.
-        step: Its number.
+        folder: The step's folder.
+        step: The step's number.
         part: Which part of the files to read: each process takes another one, so that verifying
             takes as long as reading once.
         parts: How many parts there are.
-        key: With one, the list of files must be signed by it.
-
-    Yields:
-        The manifest, and a function that waits until all files of this part are verified.
+        key: With a key, the list of files must be signed by it.
 
     Raises:
-        DamagedFolderError: If they are not what was written. The function raises it as well.
+        DamagedFolderError: If they are not.
     """
-    with contextlib.ExitStack() as stack:
-        with _damaged_if_not_readable():
-            hashing, manifest, rest = _verified_manifest(folder, step, key)
-            if part == 0:
-                check_nothing_added(folder, rest, is_sealed)
-            own = {name: rest[name] for name in list(rest)[part::parts]}
-            most = 2 * manifest.array_bytes + _REST
-            arrays = {name: found for name, found in own.items() if _DATA in name}
-            others = {name: found for name, found in own.items() if name not in arrays}
-            check_files(folder, others, most=most, hashing=hashing)
-            checking = checking_files(folder, arrays, most=most, hashing=hashing)
-            checked = stack.enter_context(checking)
-
-        def finish() -> None:
-            with _damaged_if_not_readable():
-                checked()
-
-        if key is not None or parts > 1:
-            finish()
-        yield manifest, finish
-
-
-@contextlib.contextmanager
-def _damaged_if_not_readable() -> Generator[None, None, None]:
     try:
-        yield
+        if not folder.is_dir():
+            raise DamagedFolderError("its folder is missing")
+        if not any(folder.iterdir()):
+            raise DamagedFolderError("its folder is empty")
+        if not (folder / ABOUT).is_dir():
+            raise DamagedFolderError(f"another program wrote it: there is no `{ABOUT}` in it")
+        hashing = _hashing_of(folder, step)
+        listed = sealed_files(folder, ABOUT, hashing=hashing, key=key)
+        if part == 0:
+            check_nothing_added(folder, listed, is_sealed)
+        name = f"{ABOUT}/{MANIFEST}"
+        if name not in listed:
+            raise DamagedFolderError(f"it has no `{name}` in its list of files")
+        check_files(folder, {name: listed[name]}, most=_REST, hashing=hashing)
+        manifest = _manifest.read(read_json(folder, name), step)
+        own = list(listed)[part::parts]
+        rest = {other: listed[other] for other in own if other != name}
+        check_files(folder, rest, most=2 * manifest.array_bytes + _REST, hashing=hashing)
     except OSError as error:
         raise DamagedFolderError(f"the step cannot be read: {error}") from error
-
-
-def _verified_manifest(
-    folder: epath.Path, step: int, key: bytes | None
-) -> tuple[Hashing, Manifest, dict[str, str]]:
-    """How the files of a step were hashed, its manifest, and the hashes of all files."""
-    if not folder.is_dir():
-        raise DamagedFolderError("its folder is missing")
-    if not any(folder.iterdir()):
-        raise DamagedFolderError("its folder is empty")
-    if not (folder / ABOUT).is_dir():
-        raise DamagedFolderError(f"another program wrote it: there is no `{ABOUT}` in it")
-    hashing = _hashing_of(folder, step)
-    listed = sealed_files(folder, ABOUT, hashing=hashing, key=key)
-    name = f"{ABOUT}/{MANIFEST}"
-    if name not in listed:
-        raise DamagedFolderError(f"it has no `{name}` in its list of files")
-    check_files(folder, {name: listed[name]}, most=_REST, hashing=hashing)
-    return hashing, _manifest.read(read_json(folder, name), step), listed
+    return manifest
 
 
 def read_data(folder: epath.Path) -> Any:
