@@ -3,7 +3,7 @@
 import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,33 @@ from halfstep._base import DTypeLike, checked, dtype_name, listed, parse_dtype
 from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy
 
 
-@checked
+@overload
 def autocast(
     func: Callable[..., Any],
+    policy: Policy | str = "bf16",
+    *,
+    params: int | str | Sequence[int | str] = 0,
+    islands: bool = True,
+    reduce_dtype: DTypeLike | None = None,
+    scaling: Any = None,
+) -> Callable[..., Any]: ...
+
+
+@overload
+def autocast(
+    func: None = None,
+    policy: Policy | str = "bf16",
+    *,
+    params: int | str | Sequence[int | str] = 0,
+    islands: bool = True,
+    reduce_dtype: DTypeLike | None = None,
+    scaling: Any = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+@checked
+def autocast(
+    func: Callable[..., Any] | None = None,
     policy: Policy | str = "bf16",
     *,
     params: int | str | Sequence[int | str] = 0,
@@ -46,7 +70,8 @@ def autocast(
     float32 is never kept for the backward pass, and a norm or a softmax in float32 costs no memory.
 
     Args:
-        func: Any function that can be traced.
+        func: Any function that can be traced. Without it, a decorator is returned:
+            `@halfstep.autocast(policy="bf16")`.
         policy: A `Policy` or its string: its compute dtype, its rules for operations, and the
             arguments that it keeps, whose paths begin with the function's parameter names.
         params: Which arguments hold parameters, by position or name. Their floating-point arrays
@@ -96,7 +121,11 @@ def autocast(
         )
     state = None if scaling is None else scaling.slots(scaling.probes())
     check_state(policy, has_state=state is not None)
-    return rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)
+
+    def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
+        return rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)
+
+    return decorate if func is None else decorate(func)
 
 
 def check_state(policy: Policy, *, has_state: bool) -> None:

@@ -131,7 +131,7 @@ def add(commands: Commands) -> None:
         run,
         help="which number formats are there, and what do they store?",
         description=_DESCRIPTION,
-        example="halfstep formats\nhalfstep formats 0.1 70000\nhalfstep formats -- -1e-8",
+        example="halfstep formats\nhalfstep formats 0.1 70000\nhalfstep formats -1e-8",
     )
     parser.add_argument(
         "numbers", metavar="NUMBER", nargs="*", type=_number, help="such as 0.1, 1e-8 or 1/3"
@@ -209,6 +209,7 @@ def _of_number(text: str, rows: Sequence[Stored]) -> str:
 
 
 def _number(text: str) -> tuple[str, Fraction]:
+    text = text.strip()
     try:
         return text, number(text)
     except ValueError as error:

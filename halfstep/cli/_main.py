@@ -1,7 +1,9 @@
 """Run the command: one subcommand per question, and a script for completion in shells."""
 
 import argparse
+import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +40,7 @@ Every command that answers has --json FILE; with - it prints JSON and nothing el
 """
 
 SHELLS = ("bash", "zsh", "fish")
+_NEGATIVE = re.compile(r"-\.?\d[\d.eE+/-]*")
 
 _COMPLETION = """\
 Print a script with which a shell completes commands, options and the names of
@@ -78,9 +81,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Parse the words of a command line."""
+    made = parser()
+    commands = next(one.choices for one in made._actions if isinstance(one.choices, Mapping))
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        near = difflib.get_close_matches(words[0], commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(commands)}"
+        made.error(f"there is no command {words[0]!r}: {hint}")
+    # argparse takes -1e-8 for an option, and a word with a space never.
+    return made.parse_args([f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 0 yes, 1 no, 2 no answer."""
-    arguments = parser().parse_args(argv)
+    arguments = parsed(sys.argv[1:] if argv is None else list(argv))
     if "JAX_PLATFORMS" not in os.environ and not getattr(arguments, "devices", False):
         # Commands need no accelerator. On the CPU, they take none from a run that uses it.
         jax.config.update("jax_platforms", "cpu")

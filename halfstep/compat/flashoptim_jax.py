@@ -29,6 +29,34 @@ from halfstep.optim._layout import StateOptions, options_of
 from halfstep.optim._transform import Transformation
 from halfstep.quant import join, split
 
+__all__ = (
+    "FlashAdamState",
+    "FlashLionState",
+    "FlashOptimizer",
+    "FlashSGDState",
+    "cast_tree_bf16",
+    "flash_adam",
+    "flash_adamw",
+    "flash_adamw_state_dict",
+    "flash_lion",
+    "flash_lion_state_dict",
+    "flash_sgd",
+    "flash_sgd_state_dict",
+    "flash_sgdw",
+    "load_flash_adamw_state_dict",
+    "load_flash_lion_state_dict",
+    "load_flash_sgd_state_dict",
+    "reconstruct_leaf",
+    "reconstruct_weights",
+    "set_fp32_params",
+    "split_leaf",
+)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 # More elements than any leaf has. As the smallest size to compress, it turns compression off.
 _EVERYTHING = 1 << 62
 _T = TypeVar("_T")

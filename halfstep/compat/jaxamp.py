@@ -44,6 +44,11 @@ __all__ = (
     "use_original_precision",
 )
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 T = TypeVar("T")
 AmpPolicy = Mapping[Any, PrecisionFunction]
 """Precision functions by primitive, or by the name of a `jax.named_scope`."""

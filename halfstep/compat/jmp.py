@@ -34,6 +34,11 @@ __all__ = (
     "select_tree",
 )
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 T = TypeVar("T")
 
 # jmp writes float32 as "full"; its other names are halfstep's.

@@ -44,6 +44,11 @@ __all__ = (
     "set_half_precision_datatype",
 )
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 T = TypeVar("T")
 
 FLOAT16_MAX: Array

@@ -412,6 +412,16 @@ def test_autocast_inside_of_autocast():
     assert found == [["float16"] * 3, ["bfloat16"] * 3]
 
 
+def test_as_a_decorator():
+    @autocast(policy="f16")
+    def func(w: Any, x: Any) -> Any:
+        """Multiply."""
+        return x @ w
+
+    assert func.__doc__ == "Multiply."
+    assert dots(func, W, X) == [["float16"] * 3]
+
+
 @every_format
 def test_keyword_arguments(policy: str):
     def func(w: Any, *, x: Any, target: Any) -> Any:

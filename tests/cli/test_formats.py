@@ -105,3 +105,9 @@ def test_what_is_written_is_exact():
     assert number("1/3") == Fraction(1, 3)
     assert number("0.1") == Fraction(1, 10)
     assert stored(number("0"), ROWS["f16"]).note == "exact"
+
+
+@pytest.mark.parametrize("text", ["-1e-8", "-1/3", "-.5", "-70000"])
+def test_negative_numbers_are_no_options(text: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["formats", "0.1", text, "--json", "-"]) == 0
+    assert f'"{text}"' in capsys.readouterr().out

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from halfstep.cli import main
-from halfstep.cli._main import parser
+from halfstep.cli._main import parsed, parser
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -43,7 +43,7 @@ def test_every_command_has_examples_that_parse(name: str):
         words = shlex.split(line.partition(">")[0])
         assert words[:2] == ["halfstep", name]
         # Nothing runs, but what is written is what the command takes.
-        parser().parse_args(words[1:])
+        parsed(words[1:])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -64,7 +64,15 @@ def test_help_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch):
         assert long == []
 
 
-def test_a_command_that_is_none(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("explian", "'explian': did you mean explain?"),
+        ("lnt", "'lnt': did you mean lint?"),
+        ("zzzz", "'zzzz': choose from explain, lint, bisect"),
+    ],
+)
+def test_a_mistyped_command(word: str, said: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
-        main(["explian"])
-    assert "invalid choice: 'explian'" in capsys.readouterr().err
+        main([word])
+    assert f"there is no command {said}" in capsys.readouterr().err
