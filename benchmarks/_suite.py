@@ -84,6 +84,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("faults"),
             Benchmark("fuzz", ("--runs", "1000")),
             Benchmark("mutations"),
+            Benchmark("wrong_arguments"),
             Benchmark("saving", ("--gigabytes", "0.1", "--rounds", "1")),
             Benchmark("fuzz_programs", ("--count", "10")),
             Benchmark("soak", ("--minutes", "0.5")),

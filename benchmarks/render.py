@@ -35,6 +35,7 @@ from benchmarks.plan import text as plan_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
+from benchmarks.wrong_arguments import text as wrong_arguments_text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -405,6 +406,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "scale": scale_text,
         "soak": soak_text,
         "training": training,
+        "wrong_arguments": wrong_arguments_text,
     }
 )
 

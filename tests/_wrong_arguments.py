@@ -36,6 +36,12 @@ MODULES = {
     "nnx": nnx,
     "orbax": orbax,
 }
+# These take seconds where they accept what they are given, or their examples do.
+SLOW = ("F8Scaling", "SiteState", "bisect", "Bisection", "Needed", "plan", "Plan", "preflight")
+# A folder that is written to is another one afterwards; and rules are matched with every operation
+# of a trace, too often for a check.
+LEFT_OUT = ("Checkpoints.save", "Checkpoints.restore", ".matches")
+FEW = ("None", "a fraction", "a text", "a mapping", "an array of JAX")
 _INTEGRATIONS = ("nnx", "orbax")
 _OF_SHAPES = r"[Ii]ncompatible shapes|cannot reshape array of shape"
 _FILES = ("directory", "path", "before", "notes")

@@ -17,19 +17,12 @@ from halfstep._preflight import steps
 from halfstep.compat import jaxamp
 from tests import _wrong_arguments as wrong
 
-# These take seconds where they accept what they are given, or their examples do.
-SLOW = ("F8Scaling", "SiteState", "bisect", "Bisection", "Needed", "plan", "Plan", "preflight")
-# A folder that is written to is another one afterwards; and rules are matched with every operation
-# of a trace, too often for a check.
-LEFT_OUT = ("Checkpoints.save", "Checkpoints.restore", ".matches")
-FEW = ("None", "a fraction", "a text", "a mapping", "an array of JAX")
-
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("values", "least"),
-    [(FEW, 2_000), pytest.param(tuple(wrong.WRONG), 25_000, marks=pytest.mark.slow)],
+    [(wrong.FEW, 2_000), pytest.param(tuple(wrong.WRONG), 25_000, marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
 def test_an_answer_names_the_parameter(
@@ -41,7 +34,8 @@ def test_an_answer_names_the_parameter(
     pytest.importorskip("orbax.checkpoint")
     pytest.importorskip("flax")
     monkeypatch.chdir(tmp_path)
-    left_out = LEFT_OUT if len(values) > len(FEW) else (*LEFT_OUT, *SLOW)
+    slow = () if len(values) > len(wrong.FEW) else wrong.SLOW
+    left_out = (*wrong.LEFT_OUT, *slow)
     calls = wrong.harvested(tmp_path, left_out)
     # What the compiler is asked to compile has been accepted.
     monkeypatch.setattr(steps, "compile_program", wrong.accept)
