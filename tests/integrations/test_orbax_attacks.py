@@ -367,6 +367,14 @@ def no_file(step: pathlib.Path) -> None:
     (step / "about" / "files.blake3").mkdir()
 
 
+def linked_afterwards(target: str) -> Callable[[pathlib.Path], None]:
+    def apply(step: pathlib.Path) -> None:
+        (step / "_CHECKPOINT_METADATA").unlink()
+        (step / "_CHECKPOINT_METADATA").symlink_to(target)
+
+    return apply
+
+
 FORGERIES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "of another step": (renamed, "the manifest is of step 1, and its folder is named 2"),
     "of a newer format": (forged(lambda m: m.update(format=99)), "is of format 99"),
@@ -439,6 +447,19 @@ FORGERIES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "a link": (link, "`about/manifest.json` is not a regular file in its folder"),
     "a linked folder": (linked_folder, "is not a regular file in its folder|was added after"),
     "a terabyte": (large, "bytes, more than there can be"),
+    # What Orbax writes when all else is there is not in the list, and Orbax reads it.
+    "a link that Orbax reads": (
+        linked_afterwards("/etc/hostname"),
+        "`_CHECKPOINT_METADATA` is not a regular file in its folder",
+    ),
+    "a device that Orbax reads": (
+        linked_afterwards("/dev/zero"),
+        "`_CHECKPOINT_METADATA` is not a regular file in its folder",
+    ),
+    "a field of an unknown form": (
+        forged(lambda m: m["static"]["['ledger']"].update(limit={"a": {}})),
+        "a field of the state has something else in it: the form 'a'",
+    ),
 }
 
 
@@ -454,6 +475,19 @@ def test_a_forgery_is_passed_over(run: pathlib.Path, name: str):
             step, found = checkpoints.restore(state())
     assert (step, found["epoch"]) == (1, 1)
     assert time.monotonic() - begun < 5
+
+
+def test_an_older_step_that_orbax_must_not_read(run: pathlib.Path):
+    """Orbax reads a file of every step when a run begins to write."""
+    linked_afterwards("/dev/zero")(run / "1")
+    begun = time.monotonic()
+    with Checkpoints(run, keep=5) as checkpoints:
+        checkpoints.restore(state(), 2)
+        checkpoints.save(3, state(3))
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3]
+    assert time.monotonic() - begun < 5
+    assert (run / "1.damaged-0" / "about" / "manifest.json").exists()
 
 
 def test_a_field_of_another_type_is_refused(run: pathlib.Path):

@@ -145,7 +145,8 @@ class Checkpoints:
         registry.add(_STATE, ocp.args.PyTreeRestore, arrays)
         registry.add(_ABOUT, _files.SaveAbout, about)
         registry.add(_ABOUT, _files.RestoreAbout, about)
-        settings = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        # Lightweight: Orbax would otherwise read a file of each step here, before it is verified.
+        settings = ocp.CheckpointManagerOptions(max_to_keep=keep, lightweight_initialize=True)
         self._manager = ocp.CheckpointManager(
             self._directory, options=settings, handler_registry=registry
         )
@@ -346,7 +347,11 @@ class Checkpoints:
         if self._options is not None:
             _check_options(self._options, manifest.options or {}, step, folder)
         check_leaves(leaves, about, step, folder)
-        whole = with_static_fields(like, manifest.static, step)
+        try:
+            whole = with_static_fields(like, manifest.static, step)
+        except DamagedFolderError as error:
+            # All processes read the same manifest, and find the same.
+            return str(error), None
         arrays = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
         forms, reason = self._read_arrays(step, arrays, about)
         reason = agree(reason)
@@ -410,7 +415,10 @@ class Checkpoints:
                 "to another folder."
             )
         if jax.process_index() == 0:
-            _files.set_aside(self._directory, bad)
+            # Orbax reads a file of each step that is left, whose hash nobody has.
+            left = sorted(set(_files.numbered(self._directory)) - set(bad))
+            harmful = [n for n in left if not _files.can_be_read_by_orbax(self._path(n))]
+            _files.set_aside(self._directory, [*bad, *harmful])
             _files.remove_unfinished(self._directory)
         wait_for_all("halfstep.integrations.orbax: begin writing")
         # Orbax lists the steps once, when the manager is made.

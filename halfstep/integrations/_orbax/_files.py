@@ -29,7 +29,16 @@ try:
 except ModuleNotFoundError:
     blake3 = None
 
-from halfstep._base import SHA256, Hashing, flush, is_in_file_system, seal, size
+from halfstep._base import (
+    SHA256,
+    DamagedFolderError,
+    Hashing,
+    flush,
+    is_in_file_system,
+    regular_file,
+    seal,
+    size,
+)
 
 STATE, ABOUT = "state", "about"
 MANIFEST = "manifest.json"
@@ -42,6 +51,7 @@ LISTS = ("files.blake3", SHA256.sums)
 """What the list of hashes may be called."""
 # What Orbax writes once all else is there: times, and that it is done. Nothing is restored from it.
 _AFTERWARDS = ("_CHECKPOINT_METADATA", "commit_success.txt", f"{ABOUT}/commit_success.txt")
+_LARGEST_METADATA = 2**20
 _UNFINISHED = re.compile(rf"\d+{re.escape(ocp.utils.TMP_DIR_SUFFIX)}(-\d+)?")
 
 
@@ -123,6 +133,17 @@ class RestoreAbout(ocp.args.CheckpointArgs):
 def is_sealed(name: str) -> bool:
     """Whether a file is there when files are hashed."""
     return name not in (*_AFTERWARDS, *(f"{ABOUT}/{sums}" for sums in LISTS))
+
+
+def can_be_read_by_orbax(step: epath.Path) -> bool:
+    """Return whether what Orbax wrote last are small files, and no links or devices."""
+    try:
+        for name in _AFTERWARDS:
+            if os.path.lexists(step / name):
+                regular_file(step, name, most=_LARGEST_METADATA)
+    except DamagedFolderError:
+        return False
+    return True
 
 
 def data_name(process: int, processes: int) -> str:

@@ -56,8 +56,8 @@ def verified(
 ) -> Manifest:
     """Read a step's manifest, if all of its files are what was written.
 
-    Nothing else reads the files before that: the library that reads arrays takes sizes from them,
-    and a damaged one made it ask for all memory of the machine.
+    Nothing else reads the files before that: the libraries that read arrays and metadata believe
+    the sizes that the files say.
 
     Args:
         folder: The step's folder.
