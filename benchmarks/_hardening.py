@@ -1,4 +1,4 @@
-"""What long runs, strange texts and random programs did, as text for the documentation."""
+"""What long runs, strange texts, wrong arguments and random programs did, for the documentation."""
 
 from typing import Any
 
@@ -80,3 +80,15 @@ def _planted(found: list[dict[str, Any]]) -> str:
         "rounding": "found as run",
     }
     return f"Errors that were planted in one operation of each program:\n\n{table(rows, columns)}"
+
+
+def wrong_arguments_text(result: dict[str, Any]) -> str:
+    """The results in words, and as a table by module."""
+    total, wrongly = sum(result["calls"].values()), len(result["complaints"])
+    rows = [{"module": name, "calls": f"{n:,}"} for name, n in sorted(result["calls"].items())]
+    return (
+        f"{total:,} calls of {result['functions']} functions and methods, with {result['objects']} "
+        f"objects in the place of each of {result['parameters']} arguments. {wrongly} raised an "
+        "error from inside another library, or one that does not name the parameter.\n\n"
+        f"{table(rows, {'module': 'module', 'calls': 'calls'})}"
+    )

@@ -19,7 +19,12 @@ from benchmarks import _numbers, pictures
 from benchmarks._comparison import text as peers_text
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
-from benchmarks._hardening import fuzz_text, random_programs_text, soak_text
+from benchmarks._hardening import (
+    fuzz_text,
+    random_programs_text,
+    soak_text,
+    wrong_arguments_text,
+)
 from benchmarks._images import markdown
 from benchmarks._memory_tables import text as memory_text
 from benchmarks._plan_tables import batches_text, optimum_text, training_text
@@ -35,7 +40,6 @@ from benchmarks.plan import text as plan_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
-from benchmarks.wrong_arguments import text as wrong_arguments_text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"

@@ -25,7 +25,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from tqdm import tqdm
 
-from benchmarks._report import parser, report, table, write
+from benchmarks._hardening import wrong_arguments_text as text
+from benchmarks._report import parser, report, write
 from halfstep._preflight import steps
 from tests import _wrong_arguments as wrong
 
@@ -80,18 +81,6 @@ def bars(result: Mapping[str, Any], least: int) -> dict[str, bool]:
         f"{least:,} calls": sum(result["calls"].values()) >= least,
         "every answer is halfstep's own and names the parameter": not result["complaints"],
     }
-
-
-def text(result: Mapping[str, Any]) -> str:
-    """The results in words, and as a table by module."""
-    total, wrongly = sum(result["calls"].values()), len(result["complaints"])
-    rows = [{"module": name, "calls": f"{n:,}"} for name, n in sorted(result["calls"].items())]
-    return (
-        f"{total:,} calls of {result['functions']} functions and methods, with {result['objects']} "
-        f"objects in the place of each of {result['parameters']} arguments. {wrongly} raised an "
-        "error from inside another library, or one that does not name the parameter.\n\n"
-        f"{table(rows, {'module': 'module', 'calls': 'calls'})}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
