@@ -360,9 +360,15 @@ def text(result: Mapping[str, Any]) -> str:
         RAW: "error of another library",
         "slowest": "slowest, seconds",
     }
+    late = [row["kind"] for row in result["rows"] if row["slowest_seconds"] > SLOW]
+    missed = (
+        f" **A bar is missed:** nothing was to take longer than {SLOW:g} second, and a "
+        f"{' and a '.join(late)} did, on a machine with other work."
+    )
     return (
-        f"{table(lines, columns)}\n\nSomething else is read only of policies, which have no "
-        "hashes, and where hashes were written anew, which a signature finds."
+        f"{table(lines, columns)}\n\nAnother value is read only from policies, which have no "
+        "hashes, and where the hashes were rewritten, which a signature detects."
+        f"{missed if late else ''}"
     )
 
 

@@ -46,3 +46,9 @@ def test_forgeries_change_one_thing():
     made = [mutations.forge(value, chance) for _ in range(50)]
     assert all(one != value for one in made)
     assert value == {"a": [1, {"b": 2}], "c": "text"}
+
+
+@pytest.mark.parametrize(("seconds", "is_missed"), [(0.5, False), (1.5, True)])
+def test_what_took_too_long_is_said(seconds: float, is_missed: bool):
+    row = {"kind": "policy", "changes": 1, "outcomes": {}, "slowest_seconds": seconds}
+    assert ("and a policy did" in mutations.text({"rows": [row]})) == is_missed
