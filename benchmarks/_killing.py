@@ -72,7 +72,7 @@ def last_logged(out: pathlib.Path) -> int:
 
 def newest(out: pathlib.Path) -> int:
     """The newest complete checkpoint, 0 if none."""
-    found = (out / "checkpoints").glob("*/about/files.blake3")
+    found = (out / "checkpoints").glob("*/about/files.*")
     return max((int(p.parts[-3]) for p in found if p.parts[-3].isdecimal()), default=0)
 
 

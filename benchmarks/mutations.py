@@ -363,7 +363,7 @@ def text(result: Mapping[str, Any]) -> str:
     late = [row["kind"] for row in result["rows"] if row["slowest_seconds"] > SLOW]
     missed = (
         f" **A bar is missed:** nothing was to take longer than {SLOW:g} second, and a "
-        f"{' and a '.join(late)} did, on a machine with other work."
+        f"{' and a '.join(late)} did."
     )
     return (
         f"{table(lines, columns)}\n\nAnother value is read only from policies, which have no "

@@ -16,7 +16,6 @@ import os
 import pathlib
 import sys
 import tempfile
-import unittest.mock
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from tqdm import tqdm
 
 from benchmarks._hardening import wrong_arguments_text as text
 from benchmarks._report import parser, report, write
-from halfstep._preflight import steps
 from tests import _wrong_arguments as wrong
 
 MODULE = "benchmarks.wrong_arguments"
@@ -46,13 +44,9 @@ def measure(objects: Sequence[str], left_out: Sequence[str]) -> dict[str, Any]:
     complaints = []
     with _elsewhere() as folder:
         calls = wrong.harvested(folder, left_out)
-        # Once the examples have run: whatever the compiler is asked to compile has been accepted.
-        with unittest.mock.patch.object(steps, "compile_program", wrong.accept):
-            for call in tqdm(calls, unit="function", disable=None):
-                given = {name: wrong.WRONG[name] for name in objects}
-                found = list(wrong.complaints([call], given))
-                answers[call.name.partition(".")[0]] += len(found)
-                complaints += [text for text in found if text]
+        for call, found in tqdm(wrong.asked(calls, objects), unit="function", total=len(calls)):
+            answers[call.name.partition(".")[0]] += len(found)
+            complaints += [text for text in found if text]
     return {
         "functions": len(calls),
         "parameters": sum(len(call.parameters) for call in calls),

@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax.core import Tracer
 
 import halfstep
 from halfstep import debug, optim, quant, reliability
+from halfstep._preflight import steps
 from halfstep.integrations import nnx, orbax
 from tests.test_snippets import blocks, run
 
@@ -246,6 +248,16 @@ _BOTH = (
     ("halfstep.transaction", "state", "an array of texts"),
     ("halfstep.transaction", "state", "an array of objects"),
 )
+
+
+def asked(calls: Sequence[Call], objects: Sequence[str]) -> Iterator[tuple[Call, list[str | None]]]:
+    """Each call, and what is wrong with its answers to some objects."""
+    given = {name: WRONG[name] for name in objects}
+    for call in calls:
+        # Whatever the compiler is asked to compile has been accepted.
+        with unittest.mock.patch.object(steps, "compile_program", accept):
+            found = list(complaints([call], given))
+        yield call, found
 
 
 def complaints(calls: list[Call], wrong: Mapping[str, Any]) -> Iterator[str | None]:

@@ -59,7 +59,7 @@ def run(
         plan: The plan to run.
         values: The values of its inputs.
         out_kinds: The kinds in which its outputs are wanted.
-        place: Whether the plan is a whole function, or the inside of a call or a loop.
+        place: Whether the plan is a whole function, or the body of a call or a loop.
         slots: The recipe's state for the plan's products, by the number of the operation.
     """
     env = Environment(plan, place, slots=slots)

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 # A list of a million files, or a description of a million arrays.
 _LARGEST_TEXT = 2**28
-_LARGEST_UNSEALED = 2**20
-_LIST = re.compile(r"(.*/)?files\.\w+")
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\x00\\]+)")
 _Path = Any
 """`pathlib.Path`, or `etils.epath.Path`, which has its methods."""
@@ -151,7 +149,7 @@ def check_files(
 def check_nothing_added(
     folder: _Path, listed: dict[str, str], is_sealed: Callable[[str], bool]
 ) -> None:
-    """Check that a folder has no files that its list has not, but for small ones.
+    """Check that a folder has no files that its list has not.
 
     Raises:
         DamagedFolderError: If it has.
@@ -159,9 +157,6 @@ def check_nothing_added(
     for name, _ in walk(folder):
         if is_sealed(name) and name not in listed:
             raise DamagedFolderError(f"`{name}` was added after it was written")
-        if not is_sealed(name) and not _LIST.fullmatch(name):
-            # Another library may read these: a link to a device would never end.
-            regular_file(folder, name, most=_LARGEST_UNSEALED)
 
 
 def read_text(folder: _Path, name: str) -> bytes:

@@ -84,11 +84,11 @@ def parser() -> argparse.ArgumentParser:
 def parsed(words: list[str]) -> argparse.Namespace:
     """Parse the words of a command line."""
     made = parser()
-    commands = next(one.choices for one in made._actions if isinstance(one.choices, Mapping))
+    commands = next(one.choices for one in _actions(made) if isinstance(one.choices, Mapping))
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(commands)}"
-        made.error(f"there is no command {words[0]!r}: {hint}")
+        made.error(f"unknown command {words[0]!r}: {hint}")
     # argparse takes -1e-8 for an option, and a word with a space never.
     return made.parse_args([f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words])
 

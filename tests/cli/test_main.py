@@ -75,4 +75,4 @@ def test_help_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch):
 def test_a_mistyped_command(word: str, said: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main([word])
-    assert f"there is no command {said}" in capsys.readouterr().err
+    assert f"unknown command {said}" in capsys.readouterr().err

@@ -417,7 +417,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             # Orbax reads a file of each step that is left, whose hash nobody has.
             left = sorted(set(_files.numbered(self._directory)) - set(bad))
-            harmful = [n for n in left if not _files.can_be_read_by_orbax(self._path(n))]
+            harmful = [n for n in left if _is_harmful(self._path(n))]
             _files.set_aside(self._directory, [*bad, *harmful])
             _files.remove_unfinished(self._directory)
         wait_for_all("halfstep.integrations.orbax: begin writing")
@@ -469,6 +469,14 @@ class Checkpoints:
                     f"{', '.join(said)}. Make it one array over all processes, with a sharding "
                     "over the mesh, or leave it out of the state."
                 )
+
+
+def _is_harmful(step: epath.Path) -> bool:
+    try:
+        _files.check_unsealed(step)
+    except DamagedFolderError:
+        return True
+    return False
 
 
 def _wrong_digest(forms: dict[str, Any], about: dict[str, dict[str, Any]]) -> str | None:

@@ -31,7 +31,6 @@ except ModuleNotFoundError:
 
 from halfstep._base import (
     SHA256,
-    DamagedFolderError,
     Hashing,
     flush,
     is_in_file_system,
@@ -135,15 +134,15 @@ def is_sealed(name: str) -> bool:
     return name not in (*_AFTERWARDS, *(f"{ABOUT}/{sums}" for sums in LISTS))
 
 
-def can_be_read_by_orbax(step: epath.Path) -> bool:
-    """Return whether what Orbax wrote last are small files, and no links or devices."""
-    try:
-        for name in _AFTERWARDS:
-            if os.path.lexists(step / name):
-                regular_file(step, name, most=_LARGEST_METADATA)
-    except DamagedFolderError:
-        return False
-    return True
+def check_unsealed(step: epath.Path) -> None:
+    """Check the files that Orbax writes after the list of hashes, and reads itself.
+
+    Raises:
+        DamagedFolderError: If one is large, or a link: reading a device would never end.
+    """
+    for name in _AFTERWARDS:
+        if os.path.lexists(step / name):
+            regular_file(step, name, most=_LARGEST_METADATA)
 
 
 def data_name(process: int, processes: int) -> str:

@@ -24,6 +24,7 @@ from halfstep.integrations._orbax._files import (
     HASHINGS,
     LISTS,
     MANIFEST,
+    check_unsealed,
     data_name,
     is_sealed,
 )
@@ -81,6 +82,7 @@ def verified(
         listed = sealed_files(folder, ABOUT, hashing=hashing, key=key)
         if part == 0:
             check_nothing_added(folder, listed, is_sealed)
+            check_unsealed(folder)
         name = f"{ABOUT}/{MANIFEST}"
         if name not in listed:
             raise DamagedFolderError(f"it has no `{name}` in its list of files")
