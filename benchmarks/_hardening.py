@@ -92,3 +92,54 @@ def wrong_arguments_text(result: dict[str, Any]) -> str:
         "error from inside another library, or one that does not name the parameter.\n\n"
         f"{table(rows, {'module': 'module', 'calls': 'calls'})}"
     )
+
+
+def rest_text(found: dict[str, Any]) -> str:
+    """Which flipped bits were found, and what the checks cost."""
+    rows = found["rows"]
+    flips, steps = (sum(row[name] for row in rows) for name in ("flips", "steps"))
+    missed = sum(len(row["missed"]) for row in rows)
+    every = [int(number) for number in rows[0]["ratios"]]
+    listed = [
+        {
+            "mode": row["mode"],
+            "run": f"`{row['policy']}`, {row['optimizer']}",
+            "steps": f"{row['steps']:,}",
+            "found": f"{row['flips'] - len(row['missed']):,} of {row['flips']:,}",
+            **{f"every {n}": f"{row['ratios'][str(n)]:.2f}" for n in every},
+        }
+        for row in rows
+    ]
+    columns = {
+        "mode": "parameters",
+        "run": "policy, optimizer",
+        "steps": "steps with a check",
+        "found": "flips found",
+        **{f"every {n}": f"time of a step, check every {n}" for n in every},
+    }
+    reads = [
+        {
+            "target": row["target"],
+            **{
+                name: f"{row[f'{name}_bytes'] / 2**20:,.1f} MiB"
+                for name in ("state", "check", "step")
+            },
+            "share": f"{row['check_bytes'] / row['step_bytes']:.1%}",
+        }
+        for row in found["traffic"]
+    ]
+    heads = {
+        "target": "target",
+        "state": "state",
+        "check": "a check reads and writes",
+        "step": "a step reads and writes",
+        "share": "share",
+    }
+    return (
+        f"{flips:,} bits were flipped in {found['processes']} processes, one at a time; {missed} "
+        f"were not found or named wrongly. {steps:,} steps with a check after each gave no "
+        "false alarm. Times are multiples of the time without checks, for a model so small that "
+        f"messages between processes are most of a check:\n\n{table(listed, columns)}\n\n"
+        "What preflight says about a check of the example at its own size, on one device:\n\n"
+        f"{table(reads, heads)}"
+    )

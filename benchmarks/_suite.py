@@ -82,6 +82,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         ),
         "faults": (
             Benchmark("faults"),
+            Benchmark("rest"),
             Benchmark("fuzz", ("--runs", "1000")),
             Benchmark("mutations"),
             Benchmark("wrong_arguments"),

@@ -22,6 +22,7 @@ from benchmarks._fault_table import text as fault_text
 from benchmarks._hardening import (
     fuzz_text,
     random_programs_text,
+    rest_text,
     soak_text,
     wrong_arguments_text,
 )
@@ -406,6 +407,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "plan_training": training_text,
         "release": release,
         "remat": remat_text,
+        "rest": rest_text,
         "saving": saving_text,
         "scale": scale_text,
         "soak": soak_text,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from halfstep._base import checked, device_sums, gather_texts, path_string, without_key_type
@@ -38,9 +39,12 @@ class RestError(RuntimeError):
     """
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateDigests:
     """The digests of every shard of a state, from `rest_check`. They stay on the devices.
+
+    A pytree: a jitted function can return it.
 
     Example:
         ```python
@@ -53,7 +57,7 @@ class StateDigests:
         ```
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     """The names of the arrays."""
     sums: tuple[jax.Array, ...]
     """Two words per array for each device that has a part of the array."""
@@ -70,6 +74,9 @@ def rest_check(
     check reads the state once, sends nothing between devices, and reads a few bytes per array on
     the host if there are digests to compare. It does not find bits that flip while a step runs.
 
+    `halfstep.preflight(rest_check, (state,), targets="h100")` says how many bytes it reads on
+    hardware that is not here. There, and wherever it is traced, digests are of whole arrays.
+
     Args:
         state: Any pytree: parameters, optimizer state, loss scaling, ledger, a recipe's state.
             Leaves that are not JAX arrays are skipped.
@@ -83,6 +90,7 @@ def rest_check(
     Raises:
         RestError: If the state has changed, on all processes. The message names arrays and devices.
         ValueError: If the digests are of another state.
+        TypeError: If it is traced and has to compare.
 
     Example:
         ```python
@@ -110,6 +118,14 @@ def rest_check(
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if isinstance(leaf, jax.Array)
     }
+    if any(isinstance(array, Tracer) for array in arrays.values()):
+        if digests is not None:
+            raise TypeError(
+                "`digests` of `rest_check` are compared on the host; got a traced state. Take "
+                "digests anywhere, and compare them outside jax.jit."
+            )
+        # A tracer does not say on which devices its array will be.
+        return StateDigests(tuple(arrays), tuple(map(device_sums, arrays.values())))
     now = StateDigests(tuple(arrays), tuple(_shard_sums(list(arrays.values()))))
     changed = [] if digests is None else differences(digests, now)
     if changed:

@@ -117,6 +117,26 @@ def test_many_are_counted():
         rest_check(jax.tree.map(lambda x: 2 * x, state), digests)
 
 
+def test_a_traced_state_has_digests_of_whole_arrays():
+    state = {"w": jnp.arange(6.0), "key": jax.random.key(1)}
+    digests = jax.jit(rest_check)(state)
+    assert digests.names == ("key", "w")
+    rest_check(state, digests, step=1)
+    with pytest.raises(RestError, match="`w` on device 0 of process 0"):
+        rest_check({**state, "w": state["w"].at[3].set(-3.0)}, digests)
+    with pytest.raises(TypeError, match=r"compared on the host; got a traced state\. Take digests"):
+        jax.jit(rest_check)(state, digests)
+
+
+def test_preflight_says_what_a_check_reads():
+    sizes = {"w": (256, 1024), "m": (1024, 512)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+    (entry,) = halfstep.preflight(rest_check, (state,), targets="v5e").entries
+    expected = 4 * sum(a * b for a, b in sizes.values())
+    assert entry.traffic_bytes is not None
+    assert expected <= entry.traffic_bytes <= 1.01 * expected
+
+
 def test_digests_of_another_state_are_refused():
     digests = rest_check({"a": jnp.ones(2)})
     with pytest.raises(ValueError, match="digests are of another state: they differ in a, b"):
