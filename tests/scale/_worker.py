@@ -21,7 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import halfstep
 from halfstep import debug, optim
-from halfstep.integrations.orbax import Checkpoints
+from halfstep.integrations._orbax import _verification
+from halfstep.integrations.orbax import CheckpointError, Checkpoints
 from halfstep.reliability import Preemption, ReplicaError, Watchdog, replica_check
 
 SLOW = 0.5
@@ -145,6 +146,24 @@ def damaged(mesh: Mesh, out: pathlib.Path) -> Any:
     return {"step": step, "said": [str(warning.message) for warning in said]}
 
 
+def package_missing(mesh: Mesh, out: pathlib.Path) -> Any:
+    """A host without the package that hashed the files: all processes say so, and none waits."""
+    like = {"w": start(mesh)["params"]["w"]}
+    with Checkpoints(out / "missing") as checkpoints:
+        checkpoints.save(1, like)
+        checkpoints.wait()
+        both = _verification.HASHINGS
+        if jax.process_index() == 1:
+            _verification.HASHINGS = tuple(one for one in both if one.name != "blake3")
+        try:
+            checkpoints.restore(like)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            _verification.HASHINGS = both
+    return None
+
+
 def recorded(mesh: Mesh, out: pathlib.Path) -> Any:
     """A recorded step, of which the second has a bad number in the batch of one process."""
     recorder = debug.record(step)
@@ -178,7 +197,7 @@ def many(mesh: Mesh, out: pathlib.Path, steps: int) -> Any:
 
 def together(mesh: Mesh, out: pathlib.Path) -> Any:
     """All of the above, for one start of the processes."""
-    parts = (bad_numbers, recorded, flipped, ledger_of_each, damaged)
+    parts = (bad_numbers, recorded, flipped, ledger_of_each, damaged, package_missing)
     return {f.__name__: f(mesh, out) for f in parts}
 
 

@@ -46,6 +46,10 @@ def test_what_one_process_has_all_know(tmp_path: pathlib.Path):
     assert "is not what was written (process 1)" in first["damaged"]["said"][0]
     assert second["damaged"]["said"] == []
     assert "`['own']` is an array of each process's own, and differs" in str(first)
+    # A package that only the second process lacks.
+    assert first["package_missing"] == second["package_missing"]
+    assert "the package `blake3` is not installed" in first["package_missing"]
+    assert "(process 1)" in first["package_missing"]
 
 
 SAYS = {

@@ -333,13 +333,18 @@ class Checkpoints:
     def _read(self, step: int, like: object, leaves: list[StateLeaf]) -> tuple[str | None, Any]:
         """Why a step cannot be used, and otherwise what it holds."""
         path, folder = self._path(step), str(self._directory)
-        manifest, own = None, None
+        manifest, own, unreadable = None, None, None
         part, parts = jax.process_index(), jax.process_count()
         try:
             manifest = verified(path, step, part=part, parts=parts, key=self._key)
         except DamagedFolderError as error:
             own = str(error)
+        except CheckpointError as error:
+            unreadable = str(error)
         # All processes agree after each stage, before the next collective: see `agree`.
+        unreadable = agree(unreadable)
+        if unreadable is not None:
+            raise CheckpointError(unreadable)
         reason = agree(own)
         if reason is not None or manifest is None:
             return reason, None
