@@ -113,7 +113,7 @@ def scanned(
 
 
 def images(*, width: int = 256, hidden: int = 800, blocks: int = 6, batch: int = 256) -> Program:
-    """The desktop ViT. Its 100 classes are no multiple of 16."""
+    """The desktop ViT. Its 100 classes are not a multiple of 16."""
     model = vit(
         "desktop ViT",
         image=32,

@@ -28,7 +28,7 @@ def text(made: Mapping[str, Any]) -> str:
         "**Products.** How many of the eligible ones, forward and of both gradients, multiply "
         "8-bit operands in the program for an H100, with XLA's own kernels (Triton) and with "
         "cuBLAS. What a loop or a rematerialization repeats counts each time. Not eligible are "
-        "products of two activations (attention), and those with a size that is no multiple of "
+        "products of two activations (attention), and those with a size that is not a multiple of "
         "16. An H100 cannot scale blocks: with `f8-block`, `mxfp8` and `nvfp4` factors are read "
         f"back in 16 bits before they are multiplied. {models}.",
         table(

@@ -25,7 +25,7 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
     {
         "products": Feature(
             CASTING,
-            "An unchanged function multiplies in few bits",
+            "An unchanged function multiplies in low precision",
             "Float32 functions with products: plain, and within what the framework has of jitted, "
             "recomputed and looped code. Which products are in 16 bits or fewer?",
         ),
@@ -87,8 +87,8 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         ),
         "metric": Feature(
             SCALING,
-            "An infinite metric is no overflow",
-            "A metric beside the loss is infinite; loss and gradients are not.",
+            "An infinite metric is not an overflow",
+            "A metric next to the loss is infinite; loss and gradients are not.",
         ),
         "names_leaf": Feature(
             SCALING,
@@ -143,7 +143,7 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "bisect": Feature(
             TOOLS,
             "Finds what has to stay in float32",
-            "Something that tells the parts which fail in few bits from those which do not.",
+            "Something that tells the parts which fail in low precision from those which do not.",
         ),
         "memory": Feature(
             TOOLS,

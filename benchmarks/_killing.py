@@ -138,7 +138,7 @@ def finish(case: Case, out: pathlib.Path, limit: float = 300.0) -> dict[str, Any
 
 
 def result(out: pathlib.Path) -> dict[str, Any]:
-    """Digests of every leaf, what is no leaf, the place in the data, and every record."""
+    """Digests of every leaf, what is not a leaf, the place in the data, and every record."""
     about = out / "checkpoints" / str(STEPS) / "about"
     return {
         "manifest": json.loads((about / "manifest.json").read_text()),

@@ -53,7 +53,7 @@ def text(result: dict[str, Any]) -> str:
             "gave up, because it would not fit, and did not say what it would take.",
             _table(on_tpu, "peak", targets),
             "Bytes accessed in a step in GiB, as the TPU's compiler says, on the chip and off it. "
-            "It counts the inside of a loop once, so that those of the GPT, whose layers are one "
+            "It counts the body of a loop once, so that those of the GPT, whose layers are one "
             "loop, are of one layer and all that is outside.",
             _table(on_tpu, "accessed", targets),
             "Traffic to and from the TPU's main memory in a step in GiB, counted as for a GPU, a "

@@ -1,7 +1,7 @@
 """Numbers that are written into pages by hand: each has a source, or is an error.
 
 Looked for are those that have the form of something measured, a share, a size, a time or a ratio,
-outside of code and of what is rendered.
+outside code and rendered blocks.
 """
 
 import pathlib

@@ -156,7 +156,7 @@ class Model:
         }
 
     def loss(self, params: Any, ids: Any) -> Any:
-        """A scan over layers that are computed again on the way back."""
+        """A scan over layers that are recomputed on the way back."""
         parts = self.functions()
         outer = params["outer"]
 

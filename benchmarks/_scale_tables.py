@@ -202,9 +202,9 @@ def words(rows: Sequence[Row], sizes: Mapping[str, Any]) -> str:
             tokens = size["tokens"] * size["examples"]
             sends = (sent(b) or 0) / (sent(a) or 1)
             said.append(
-                f"{model}, 256 H100s: beside `bf16`, `f8, flash` sends {sends:.0%} of the bytes, "
-                f"and computes in {compute_seconds(b) / compute_seconds(a):.0%} of the time at "
-                f"best. To hide the wire it needs {tokens_to_hide(b, tokens):,.0f} tokens on a "
+                f"{model}, 256 H100s: compared with `bf16`, `f8, flash` sends {sends:.0%} of the "
+                f"bytes, and computes in {compute_seconds(b) / compute_seconds(a):.0%} of the time "
+                f"at best. To hide the wire it needs {tokens_to_hide(b, tokens):,.0f} tokens on a "
                 f"device instead of {tokens_to_hide(a, tokens):,.0f}."
             )
     share = [

@@ -46,7 +46,7 @@ BAR_POINTS = 0.5
 FORCED_BAR_POINTS = 1.0
 """How far the one run from a scale too high may lie below float32's of the same seed.
 
-Wider: one run is no mean, and the steps it skipped are missing from its schedule.
+Wider: one run is not a mean, and the steps it skipped are missing from its schedule.
 """
 
 

@@ -1,7 +1,7 @@
 """Products in 8 bits, and what they cost: `python -m benchmarks.fp8 --json`.
 
-The direction of the gradient beside float32's, for each recipe and framework, computed on a CPU
-with the same formula as on an accelerator. How many products are in 8 bits in the programs that
+The direction of the gradient compared with float32's, for each recipe and framework, computed on a
+CPU with the same formula as on an accelerator. How many products are in 8 bits in the programs that
 XLA's own compiler makes for an H100. And the same of other libraries, where they are installed.
 Needs `halfstep[cuda-preflight]`. Nothing is timed.
 """

@@ -29,7 +29,7 @@ from benchmarks._tasks import Task
 
 MODULE = "benchmarks.plan_training"
 REFERENCE = "bf16"
-BOUNDS: Mapping[str, float | None] = MappingProxyType({"plan": None, "plan, few bits": 0.05})
+BOUNDS: Mapping[str, float | None] = MappingProxyType({"plan": None, "plan, 8 and 4 bits": 0.05})
 """The most that a plan may change the gradients; `None` for one that stores no fewer than 16 bits.
 """
 NAMES = (REFERENCE, *BOUNDS)

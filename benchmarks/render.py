@@ -77,7 +77,7 @@ def overhead(result: dict[str, Any]) -> str:
         f"CPU. Instructions and memory are exact, from XLA's optimized program. The times are "
         f"medians over {result['rounds']} interleaved rounds, and vary by about a hundredth from "
         "run to run. They compare wrappers of one program, and say nothing about the speed of 16 "
-        "bits. What a gate costs beside none is reading all gradients once more for the verdict."
+        "bits. A gate reads all gradients once more for the verdict."
     )
     return f"{table(rows, columns)}\n\n{text}"
 
@@ -144,16 +144,18 @@ def autocast(result: dict[str, Any]) -> str:
             tracing,
             {"layers": "layers", "way": "loss", "seconds": "seconds", "ratio": "to float32"},
         ),
-        "**Steps on a CPU.** Time and instructions of a whole step with AdamW, beside the one that "
+        "**Steps on a CPU.** Time and instructions of a whole step with AdamW, compared "
+        "with one that "
         f"is cast to bfloat16 by hand; batch {result['batch']}, medians of {result['rounds']} "
-        "rounds in turns. Islands compute some of it twice. A CPU computes bfloat16 in "
+        "interleaved rounds. Islands compute some of it twice. A CPU computes bfloat16 in "
         "float32, so that these compare ways to write it, and say nothing about the speed of 16 "
         "bits.",
         table(
             steps,
             {"model": "model", "way": "loss", "time": "time", "instructions": "instructions"},
         ),
-        "**Gradients.** The norm of their difference to float32's, beside the norm of those, for "
+        "**Gradients.** The norm of their difference from float32's, divided by the norm of "
+        "float32's, for "
         f"{result['seeds']} random initializations and batches; and the largest ratio to that of "
         "casting by hand.",
         table(
@@ -189,7 +191,7 @@ def fp8_outliers(result: dict[str, Any]) -> str:
     (about,) = result["tasks"].values()
     text = (
         f"Each layer reads {about['massive_channels']} channels of "
-        f"{about['massive']:,.0f} beside its own {about['sizes']['width']} or, the last of a "
+        f"{about['massive']:,.0f} next to its own {about['sizes']['width']} or, the last of a "
         f"block, {4 * about['sizes']['width']}."
     )
     image = markdown(
@@ -202,7 +204,8 @@ def fp8_memory(result: dict[str, Any]) -> str:
     small = result["differentiated"]
     text = (
         f"Peak memory of a step of {result['model']} with AdamW at batch {result['batch']}, "
-        "compiled for an H100, with products of cuBLAS's; beside it what the traced function keeps "
+        "compiled for an H100, with products of cuBLAS's; next to it what the traced function "
+        "keeps "
         "for the backward pass, but for its arguments. The compiler may make some of that again "
         "instead, as it does in float32, or keep it in more bits. Gradients are "
         f"compared with float32's on a CPU, for a ViT of {small['blocks']} blocks and width "
@@ -311,8 +314,8 @@ def optim_cpu(result: dict[str, Any]) -> str:
     height, width = result["shape"]
     text = (
         f"One matrix of {height} x {width} with bfloat16 gradients, medians of {result['rounds']} "
-        "rounds in turns on a CPU, beside Optax with float32 parameters and state. It says nothing "
-        "about accelerators."
+        "interleaved rounds on a CPU, compared with Optax with float32 parameters and state. It "
+        "says nothing about accelerators."
     )
     return f"{table(rows, columns)}\n\n{text}"
 
@@ -348,9 +351,9 @@ def debug(result: dict[str, Any]) -> str:
         "A training step in bfloat16 with AdamW on a CPU, recorded and bare, as ratios of "
         "interleaved runs:\n\n"
         f"{table(costs, columns)}\n\n"
-        f"Planted faults, of which `debug.first_nonfinite` names {right} of {len(faults)} with "
-        f"line, pass, turn and shard, and `jax.debug_nans`, of the jitted step, {theirs} by line. "
-        "It looks for NaN only, not for infinities, and says nothing of what came before:\n\n"
+        f"Of {len(faults)} planted faults, `debug.first_nonfinite` names {right} with line, pass, "
+        f"iteration and shard; `jax.debug_nans` names {theirs} in the jitted step, by line. It "
+        "looks for NaN only, not for infinities, and says nothing about what came before:\n\n"
         f"{table(faults, heads)}"
     )
 

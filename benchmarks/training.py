@@ -115,7 +115,7 @@ def train(
 
 
 def rounded(value: Any) -> Any:
-    """Six significant digits, more than a loss has to say; whole numbers, such as scales, stay."""
+    """Six significant digits, more than a loss has to say; integers, such as scales, stay."""
     if isinstance(value, int) or float(value).is_integer():
         return int(value)
     return float(f"{value:.6g}")

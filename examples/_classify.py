@@ -39,9 +39,9 @@ class Task(NamedTuple):
 
 
 def positive(text: str) -> int:
-    """A whole number, 1 or more, from the command line."""
+    """An integer, 1 or more, from the command line."""
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"required a whole number, 1 or more; got {number}")
+        raise argparse.ArgumentTypeError(f"required an integer, 1 or more; got {number}")
     return number
 
 

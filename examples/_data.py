@@ -53,12 +53,12 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
-            f"{path} is no complete gzip file ({error}). Fetch it again, or drop the `.gz` of its "
-            "name if it is not compressed."
+            f"{path} is not a complete gzip file ({error}). Fetch it again, or drop the `.gz` of "
+            "its name if it is not compressed."
         ) from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _IDX_UINT8 or not content[3]:
         raise ValueError(
-            f"{path} is no idx file of bytes: it must begin with 00 00 08 and the number of "
+            f"{path} is not an idx file of bytes: it must begin with 00 00 08 and the number of "
             f"dimensions; it begins with {content[:4].hex(' ') or 'nothing'}."
         )
     start = 4 + 4 * content[3]
@@ -187,7 +187,7 @@ def load_cifar100(source: pathlib.Path) -> Dataset:
                     if file is not None and name.parent.name == _CIFAR_FOLDER:
                         files[name.name] = file.read()
         except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{source} is no complete tar archive ({error}).") from error
+            raise ValueError(f"{source} is not a complete tar archive ({error}).") from error
     parts: list[np.ndarray] = []
     for name in ("train.bin", "test.bin"):
         if name not in files:

@@ -80,7 +80,7 @@ WRONG: Mapping[str, Any] = types.MappingProxyType(
         "a tiny number": 5e-324,
         "NumPy's integer": np.int64(-3),
         "NumPy's nan": np.float32("nan"),
-        "a fraction of whole numbers": fractions.Fraction(1, 3),
+        "a fraction of integers": fractions.Fraction(1, 3),
         "a decimal": decimal.Decimal("0.1"),
         "a frozen set": frozenset({"zz"}),
         "a range": range(3),

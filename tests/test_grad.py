@@ -350,7 +350,7 @@ class TestErrors:
             halfstep.filter_grad(jnp.sum, carry="state")
 
     def test_microbatches(self):
-        with pytest.raises(ValueError, match="`microbatches` is a whole number, 1 or more; got 0"):
+        with pytest.raises(ValueError, match="`microbatches` is an integer, 1 or more; got 0"):
             halfstep.filter_grad(jnp.sum, microbatches=0)
 
 

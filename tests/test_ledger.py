@@ -77,7 +77,7 @@ def test_no_limit_never_raises():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="`limit` must be None or a whole number, 1 or more"):
+    with pytest.raises(ValueError, match="`limit` must be None or an integer, 1 or more"):
         Ledger(limit=0)
     with pytest.raises(TypeError, match="required a boolean scalar or the verdict"):
         Ledger().record(jnp.ones(2))

@@ -184,7 +184,7 @@ def test_equinox_state_is_carried():
         ({"batch": ("x",)}, (jnp.ones(()),), r"`x` is float32\[\], with no leading axis"),
         ({"batch": ("y",)}, (jnp.ones(4),), r"'y' in `batch` selects nothing.*'x'"),
         ({"batch": ("w",)}, (jnp.ones(4),), "`w`, which belongs to the first argument"),
-        ({"batch": ("x",), "carry": "z"}, (jnp.ones(4),), "carry='z' is no argument after"),
+        ({"batch": ("x",), "carry": "z"}, (jnp.ones(4),), "carry='z' is not an argument after"),
         ({"batch": ("x",), "carry": "x"}, (jnp.ones(4),), "carry='x' is also split"),
     ],
 )

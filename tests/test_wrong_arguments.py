@@ -106,11 +106,11 @@ WORST: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a shape of texts": (
         lambda: quant.groups_for(("a",)),  # type: ignore[arg-type]
-        "`shape` of `groups_for` must be a sequence, each a whole number",
+        "`shape` of `groups_for` must be a sequence, each an integer",
     ),
     "a negative shape": (
         lambda: quant.groups_for((-1,)),
-        "`shape` must be whole numbers, 0 or more; got",
+        "`shape` must be integers, 0 or more; got",
     ),
     "shards of another shape": (
         lambda: quant.groups_for((64, 64), shards=(2,)),

@@ -113,7 +113,7 @@ def products(library: Library) -> Found:
     seen = {name: _low(library, total(func), W, X) for name, func in NESTED.items()}
     good = sum(low == every for low, every in seen.values())
     shown = ", ".join(f"{name} {low} of {every}" for name, (low, every) in seen.items())
-    return count(good, len(seen), f"Products in few bits, with their gradients: {shown}.")
+    return count(good, len(seen), f"Products in low precision, with their gradients: {shown}.")
 
 
 def _rnn(w: Any, x: Any) -> Any:
@@ -132,7 +132,9 @@ def carry(library: Library) -> Found:
     """Loops whose carry the user begins with float32 zeros."""
     low, every = _low(library, total(_rnn), W, X)
     error = error_of(lambda: gradient_of(library, total(_filled))(W, X))
-    evidence = f"A recurrent network: {low} of {every} products in few bits. A carry that is filled"
+    evidence = (
+        f"A recurrent network: {low} of {every} products in low precision. A carry that is filled"
+    )
     evidence += " by a product: " + ("runs." if error is None else f"{error}.")
     return count((low == every) + (error is None), 2, evidence)
 
@@ -192,7 +194,7 @@ def shared(library: Library) -> Found:
 
 
 def leaves(library: Library) -> Found:
-    """Leaves that are no floating-point arrays, in the batch."""
+    """Leaves that are not floating-point arrays, in the batch."""
     batch = {
         "key": jax.random.key(0),
         "ids": jnp.array([2049, 4097]),

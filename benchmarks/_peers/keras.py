@@ -72,7 +72,7 @@ def products() -> _probe.Found:
     return _probe.count(
         (layer == ["float16"]) + (plain == ["float16"]),
         2,
-        f"The product of `Dense` is in {layer[0]}, that of a function which is no layer in "
+        f"The product of `Dense` is in {layer[0]}, that of a function which is not a layer in "
         f"{plain[0]}.",
     )
 
@@ -85,8 +85,8 @@ def carry() -> _probe.Found:
     return _probe.count(
         (low == every) + (error is None) + (own == "float16"),
         3,
-        f"A recurrent network in a layer: {low} of {every} products in few bits. A carry that is "
-        f"filled by a product: {error or 'runs'}. Its own `SimpleRNN` computes in {own}.",
+        f"A recurrent network in a layer: {low} of {every} products in low precision. A carry that "
+        f"is filled by a product: {error or 'runs'}. Its own `SimpleRNN` computes in {own}.",
     )
 
 

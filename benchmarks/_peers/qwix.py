@@ -62,7 +62,7 @@ def eight() -> tuple[_probe.Found, _probe.Found]:
 
 
 def products() -> _probe.Found:
-    """A layer, and a function that is no module."""
+    """A layer, and a function that is not a module."""
     func, args = _dense(qwix.QtProvider([RULE]))
     seen = _jax.operands(func, *args)
     low = sum(all("float8" in one for one in pair) for pair in seen)
@@ -72,7 +72,7 @@ def products() -> _probe.Found:
     return _probe.count(
         (low == len(seen)) + (error is None),
         2,
-        f"A Linen layer: {low} of {len(seen)} products in 8 bits. A function that is no module: "
+        f"A Linen layer: {low} of {len(seen)} products in 8 bits. A function that is not a module: "
         f"{error}.",
     )
 

@@ -12,7 +12,7 @@ from benchmarks._peers import _probe
 torch: Any = importlib.import_module("torch")
 importlib.import_module("torch.utils.checkpoint")
 
-NO_JAX = "It is no library for JAX."
+NO_JAX = "It is not a library for JAX."
 
 
 def autocast() -> Any:

@@ -16,9 +16,9 @@ Format = halfstep.Format
 
 
 def formats() -> list[Format]:
-    """What a policy can name, and what a recipe writes factors in; from few bits to many.
+    """What a policy can name, and what a recipe writes factors in, by the number of bits.
 
-    float64 is left out: beside its range all others are a dot.
+    float64 is left out: compared with its range, all others are a dot.
     """
     elements = {
         factor.element: factor.dtype
@@ -34,13 +34,13 @@ def formats() -> list[Format]:
 def numbers(row: Format) -> np.ndarray:
     """All positive finite numbers of a format of at most 16 bits, from its bit patterns."""
     patterns = np.arange(2 ** (row.bits - 1), dtype=np.uint16 if row.bits > 8 else np.uint8)
-    with np.errstate(invalid="ignore"):  # Patterns that are no numbers.
+    with np.errstate(invalid="ignore"):  # Patterns that are not numbers.
         found = patterns.view(row.dtype).astype(np.float64)
     return np.sort(found[np.isfinite(found) & (found > 0)])
 
 
 def gap(row: Format, magnitude: np.ndarray) -> np.ndarray:
-    """The distance to the next number, beside the number itself."""
+    """The distance to the next number, over the number itself."""
     octave = np.maximum(2.0 ** np.floor(np.log2(magnitude)), row.tiny)
     return octave * row.eps / magnitude
 

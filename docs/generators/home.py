@@ -1,6 +1,6 @@
 """Write the first screen of the README into the home page: `python -m docs.generators.home`.
 
-The README lies beside `docs`, the home page in it: links and pictures of the one would lead nowhere
+The README is next to `docs`, the home page in it: links and pictures of the one would lead nowhere
 on the other. With `--check` nothing is written, and the exit status is 1 if the page is stale.
 """
 

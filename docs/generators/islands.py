@@ -120,7 +120,7 @@ def draw_flow(axes: Axes, theme: Theme) -> None:
         if index:
             start, end = place[index - 1] - 0.31, place[index] + 0.31
             arrow(axes, (left, start), (left, end), theme.ink)
-            # An island is first computed again, downwards; then its gradient leaves it upwards.
+            # An island is first recomputed, downwards; then its gradient leaves it upwards.
             again = index in inside and index - 1 in inside
             arrow(
                 axes, (right, start if again else end), (right, end if again else start), theme.ink

@@ -24,7 +24,7 @@ CHROMIUM = ("chromium", "--headless", "--no-sandbox", "--disable-gpu")
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """The site, and beside it the page that looks at the others."""
+    """The site, and next to it the page that looks at the others."""
 
     def translate_path(self, path: str) -> str:
         """A file for a path of the address."""

@@ -55,7 +55,7 @@ def render() -> str:
         "name": "primitive",
         "class": "class",
         "dtype": "runs in",
-        "again": "computed again",
+        "again": "recomputed",
         "why": "because it is one of",
     }
     return table(rows(), columns)

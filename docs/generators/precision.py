@@ -81,7 +81,7 @@ def gradients() -> np.ndarray:
 
 
 def draw_rounding(figure: Figure, theme: Theme) -> None:
-    """Whole numbers above 2**8 as the formats have them."""
+    """Integers above 2**8 as the formats have them."""
     axes = figure.subplots()
     values = np.arange(250, 285, 0.05)
     for name in NAMES:
@@ -112,7 +112,7 @@ def draw_swamping(figure: Figure, theme: Theme) -> None:
 
 
 def draw_underflow(figure: Figure, theme: Theme) -> None:
-    """Where gradients lie beside the numbers of float16, without a loss scale and with one."""
+    """Where gradients lie among the numbers of float16, without a loss scale and with one."""
     scale, half = 2.0**15, halfstep.FORMATS["f16"]
     found = gradients()
     panels = figure.subplots(2, sharex=True)

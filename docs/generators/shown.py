@@ -42,7 +42,7 @@ def map_of_the_page(path: pathlib.Path) -> None:
 
 
 def comparison_of_a_model(path: pathlib.Path) -> None:
-    """A model in float16 beside itself in float32."""
+    """A model in float16, compared with itself in float32."""
     keys = jax.random.split(jax.random.key(0))
     params = _gpt.init(vocabulary=256, tokens=64, width=64, layers=4, key=keys[0])
     ids = jax.random.randint(keys[1], (4, 65), 0, 256)

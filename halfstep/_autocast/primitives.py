@@ -161,7 +161,7 @@ _ROWS = (
     ),
     (
         Rule.AS_TRACED,
-        "whole numbers, keys and what tells hosts apart",
+        "integers, keys and what tells hosts apart",
         _names(
             "lu_pivots_to_permutation mulhi threefry4x32 philox2x32 philox4x32 iota_2x32_shape "
             "to_edtype from_edtype unvmap_all unvmap_any global_array_to_host_local_array "

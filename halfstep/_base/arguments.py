@@ -294,8 +294,8 @@ _DTYPE = _Expected("a dtype or its name", _refused_dtype)
 _PLAIN: Mapping[Any, _Expected] = types.MappingProxyType(
     {
         bool: _kind("True or False", lambda value: isinstance(value, bool | np.bool_)),
-        int: _kind("a whole number", _is_integer),
-        typing.SupportsIndex: _kind("a whole number", _is_integer),
+        int: _kind("an integer", _is_integer),
+        typing.SupportsIndex: _kind("an integer", _is_integer),
         float: _kind("a number", _is_number),
         str: _kind("a text", lambda value: isinstance(value, str)),
         jax.Array: _ARRAY,

@@ -187,7 +187,7 @@ def parse_dtype(dtype: Any) -> np.dtype:
         why = ""
         if jnp.issubdtype(resolved, jnp.floating):
             why = (
-                " Formats below 16 bits need a scale beside each array, which a cast cannot carry."
+                " Formats below 16 bits need a scale next to each array, which a cast cannot carry."
             )
         raise ValueError(
             f"cannot cast to {resolved.name}; required one of {', '.join(map(repr, FORMATS))}.{why}"

@@ -194,7 +194,7 @@ def regular_file(folder: _Path, name: str, *, most: int) -> _Path:
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
-        raise DamagedFolderError(f"it lists {name[:80]!r}, which is outside of its folder")
+        raise DamagedFolderError(f"it lists {name[:80]!r}, which is outside its folder")
     path, shown = folder.joinpath(*parts), f"`{name[:200]}`"
     if not is_in_file_system(path):
         if not path.exists():

@@ -42,7 +42,7 @@ _HEADINGS = (
     ("out", True),
 )
 """The headings of the columns, and whether the columns hold numbers."""
-_ISLAND = "* in a float32 island, which is computed again for the gradient and not stored."
+_ISLAND = "* in a float32 island, which is recomputed for the gradient and not stored."
 _WIDEST = MappingProxyType({"  operation": 24, "dtypes": 20, "why": 40})
 
 
@@ -215,7 +215,7 @@ def _figures(report: ExplainReport) -> list[tuple[str, str]]:
         *_few_bits(report),
         (
             "float32 islands",
-            f"{totals.islands}, {flops(totals.again_flops)} computed again for the gradient",
+            f"{totals.islands}, {flops(totals.again_flops)} recomputed for the gradient",
         ),
         ("casts", f"{totals.casts} added"),
     ]

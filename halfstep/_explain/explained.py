@@ -250,7 +250,7 @@ def _notes(steps: list[Step]) -> list[str]:
     notes: list[str] = []
     labels = {label for step in steps for label in step.entry.within}
     if "while" in labels:
-        notes.append("a while loop is counted as one turn")
+        notes.append("a while loop is counted as one iteration")
     if any(label.startswith("branch") for label in labels):
         notes.append("all branches of a cond are counted")
     if "shard_map" in labels:

@@ -317,7 +317,7 @@ def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
     if "multiplied in" in why:
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
-            "multiplied in few bits."
+            "multiplied in low precision."
         )
     if "precision=" in why:
         return "leave `precision=` out."
@@ -327,7 +327,7 @@ def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
     name = "" if entry.scope else f'put it into `jax.named_scope("{scope}")` and '
     aside = f'{name}leave it in 16 bits: `rules=("op:{entry.name}@{scope}=compute",)`.'
     padded = f"pad it to a multiple of {recipe.multiple_of}; or "
-    return f"{padded}{aside}" if "no multiple of" in why else aside
+    return f"{padded}{aside}" if "not a multiple of" in why else aside
 
 
 def _flops(entries: Sequence[ExplainEntry]) -> int:

@@ -78,7 +78,7 @@ class StoreRule:
             )
         if self.number is not None and not (type(self.number) is int and self.number >= 0):
             raise ValueError(
-                f"number= must be a whole number, 0 for the first operation; got {self.number!r}."
+                f"number= must be an integer, 0 for the first operation; got {self.number!r}."
             )
         if self.number is not None and self.op is None:
             raise ValueError(

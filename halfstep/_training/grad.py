@@ -95,7 +95,7 @@ def _check_reductions(**given: str) -> None:
 
 def _check_microbatches(count: int, carry: str | None, *, has_aux: bool) -> None:
     if count != int(count) or count < 1:
-        raise ValueError(f"`microbatches` is a whole number, 1 or more; got {count}.")
+        raise ValueError(f"`microbatches` is an integer, 1 or more; got {count}.")
     if carry is not None and not (has_aux and count > 1):
         raise ValueError(
             "`carry` goes with has_aux=True and microbatches > 1; got "

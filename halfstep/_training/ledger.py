@@ -72,7 +72,7 @@ class Ledger(eqx.Module):
     @checked
     def __init__(self, *, limit: int | None = None, fallbacks: tuple[tuple[str, int], ...] = ()):
         if limit is not None and (limit != int(limit) or limit < 1):
-            raise ValueError(f"`limit` must be None or a whole number, 1 or more; got {limit}.")
+            raise ValueError(f"`limit` must be None or an integer, 1 or more; got {limit}.")
         self.limit = limit
         self.fallbacks = fallbacks
         # One buffer each: donating a ledger must not donate the same buffer twice.

@@ -97,7 +97,7 @@ def accumulate(
         )
     if carry is not None and carry not in call.names[1:]:
         raise ValueError(
-            f"carry={carry!r} is no argument after the first; there are "
+            f"carry={carry!r} is not an argument after the first; there are "
             f"{', '.join(call.names[1:])}. Name one of them."
         )
     selected = call.select(batch, option="batch")

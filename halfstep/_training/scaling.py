@@ -153,7 +153,9 @@ class DynamicLossScaling(AbstractLossScaling):
         if self.factor < 2:
             raise ValueError(f"`factor` must be 2 or a larger power of two; got {self.factor:g}.")
         if period != int(period) or period < 1:
-            raise ValueError(f"`period` must be a whole number of steps, 1 or more; got {period}.")
+            raise ValueError(
+                f"`period` must be an integer number of steps, 1 or more; got {period}."
+            )
         self.period = int(period)
         # Arrays, because they change from step to step inside a compiled function. Floor, ceiling,
         # period and factor are static: as arrays they would be state of a checkpoint that no step

@@ -20,13 +20,14 @@ from halfstep.cli._load import load_loss
 from halfstep.debug import bisect
 
 _DESCRIPTION = """\
-Find a smallest set of scopes and operations that must stay in float32 for the
-loss and its gradients to be within a tolerance of float32's; of a recipe such
-as f8, of products that must stay in 16 bits. The policy for it is printed, or
-written into a file that Policy.load reads.
+Find a smallest set of scopes and operations that must stay in float32 so that
+the loss and its gradients are within a tolerance of float32's. For a recipe
+such as f8, find products that must stay in 16 bits. Print the policy, or write
+it into a file that Policy.load reads.
 
-MAKE_LOSS names a function that returns a loss and its arguments, of which the
-first holds the parameters; or a list of them, one for each batch:
+MAKE_LOSS names a function that returns a loss and its arguments. The first
+argument holds the parameters. It may also return a list of arguments, one entry
+for each batch:
 
     def make_loss():
         ...

@@ -19,7 +19,7 @@ class CommandError(Exception):
 
 LOSS = """\
 MAKE_LOSS names a function that returns a loss and its arguments (arrays or
-jax.ShapeDtypeStructs), of which the first holds the parameters:
+jax.ShapeDtypeStructs). The first argument holds the parameters:
 
     def make_loss():
         ...

@@ -81,7 +81,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--policy", type=policy, default="bf16", help="bf16, f8, p=f32,c=f16, or a file.toml (bf16)"
     )
     parser.add_argument(
-        "--min-bytes", type=int, default=2**20, help="smaller values are no finding (1048576)"
+        "--min-bytes", type=int, default=2**20, help="smaller values are not reported (1048576)"
     )
     parser.add_argument(
         "--values",

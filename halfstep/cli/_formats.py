@@ -19,7 +19,7 @@ from halfstep.cli._command import Commands, add_command, add_json, answer, kept_
 _DESCRIPTION = """\
 Print the number formats: how many bits, the largest and the smallest number, and
 the distance from 1 to the next one (eps). A policy names the first ones; those of
-8 and 4 bits belong to recipes such as f8, which keep a scale beside each array.
+8 and 4 bits belong to recipes such as f8, which keep a scale next to each array.
 
 With numbers, print how each format stores them: rounded to the nearest, as the
 hardware does, without a scale.

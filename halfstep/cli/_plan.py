@@ -74,7 +74,7 @@ def add(commands: Commands) -> None:
         "--max-gradient-error",
         type=float,
         metavar="SHARE",
-        help="the most that few bits may change the gradients, such as 0.02",
+        help="the most that low precision may change the gradients, such as 0.02",
     )
     parser.add_argument(
         "--batches", metavar="BATCHES", help="module:function that returns a list of arguments"

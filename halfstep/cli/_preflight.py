@@ -352,7 +352,7 @@ def integers(text: str) -> list[int]:
         return [int(part) for part in _texts(text)]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"required whole numbers with commas between them, such as 64,128; got {text!r}"
+            f"required integers with commas between them, such as 64,128; got {text!r}"
         ) from None
 
 

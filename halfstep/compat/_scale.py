@@ -22,7 +22,7 @@ def power_of_two_below(value: SupportsFloat, name: str) -> float:
     except jax.errors.ConcretizationTypeError as error:
         raise TypeError(
             f"`{name}` must be known when the loss scaling is made, but it is traced: make the "
-            "loss scaling outside of jit, or pass a Python number such as 2.0**15."
+            "loss scaling outside jit, or pass a Python number such as 2.0**15."
         ) from error
     if not 0 < number < math.inf:
         return number  # The core's error says what is required.

@@ -224,7 +224,7 @@ def _options(
         raise ValueError(f"group_size must be 32, for which kernels are written; got {group_size}.")
     if param_groups is not None:
         raise ValueError(
-            "param_groups is not supported: use optax.multi_transform, of which these optimizers "
+            "param_groups is not supported: use optax.multi_transform, in which these optimizers "
             f"can be parts; got {param_groups!r}."
         )
     return options_of(

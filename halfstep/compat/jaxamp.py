@@ -246,7 +246,7 @@ class DynamicScalerState(_training.DynamicLossScaling):
     ):
         initial = _training.power_of_two(power_of_two_below(scaler, "scaler"), "scaler")
         if patience != int(patience) or patience < 1:
-            raise ValueError(f"`patience` must be a whole number, 1 or more; got {patience}.")
+            raise ValueError(f"`patience` must be an integer, 1 or more; got {patience}.")
         super().__init__(
             initial,
             min(1.0, initial),
@@ -311,7 +311,7 @@ def dynamic_scale_value_and_grad(
         Gradients are unscaled, in float32 or wider.
     """
     if redo_on_nan != int(redo_on_nan) or redo_on_nan < 0:
-        raise ValueError(f"`redo_on_nan` is a whole number, 0 or more; got {redo_on_nan}.")
+        raise ValueError(f"`redo_on_nan` is an integer, 0 or more; got {redo_on_nan}.")
     transform: Callable[..., Any] = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
     def attempt(

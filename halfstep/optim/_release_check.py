@@ -19,7 +19,7 @@ def check_params(params: PyTree) -> int:
         got = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
         raise TypeError(
             "`params` must be a dict of 'layers', arrays with a first axis of layers, and "
-            f"'outer', all parameters outside of the stack; got {got}. Without any of these, pass "
+            f"'outer', all parameters outside the stack; got {got}. Without any of these, pass "
             "{'outer': {}, 'layers': layers}."
         )
     lengths: dict[int, str] = {}

@@ -116,7 +116,7 @@ def groups_for(
     shape, parts = tuple(shape), tuple(shards) or (1,) * len(shape)
     for name, given in (("shape", shape), ("shards", parts)):
         if min(given, default=0) < 0:
-            raise ValueError(f"`{name}` must be whole numbers, 0 or more; got {given}.")
+            raise ValueError(f"`{name}` must be integers, 0 or more; got {given}.")
     if len(parts) != len(shape):
         raise ValueError(
             f"`shards` must have a number for each axis of `shape`, {shape}; got {parts}."

@@ -110,7 +110,7 @@ class _LinenScan(nn.Module):
     @nn.compact
     def __call__(self, h, _):
         h = nn.Dense(4, use_bias=False)(h)
-        return jnp.exp(h), None  # fault: Linen, in turn 1 of a scan
+        return jnp.exp(h), None  # fault: Linen, in iteration 1 of a scan
 
 
 def _linen_scan():
@@ -162,7 +162,7 @@ FRAMEWORKS = (
         "Linen, standard deviation of one example", _linen, "forward", ("div",), framework="Linen"
     ),
     Fault(
-        "Linen, in turn 1 of a scan",
+        "Linen, in iteration 1 of a scan",
         _linen_scan,
         "forward",
         ("exp",),

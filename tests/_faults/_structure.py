@@ -19,7 +19,7 @@ def _layers(scales):
 
 def _in_scan():
     def block(h, w):
-        h = jnp.exp(h @ w)  # fault: in turn 3 of a scan
+        h = jnp.exp(h @ w)  # fault: in iteration 3 of a scan
         return h / 10, None
 
     def loss(layers, x):
@@ -30,7 +30,7 @@ def _in_scan():
 
 def _in_scan_backward():
     def block(h, w):
-        h = jnp.sqrt(h @ w) + 1  # fault: in turn 2 of a scan, backward
+        h = jnp.sqrt(h @ w) + 1  # fault: in iteration 2 of a scan, backward
         return h, None
 
     def loss(layers, x):
@@ -43,7 +43,7 @@ def _in_remat():
     @jax.checkpoint
     def block(h, w):
         scores = h @ w
-        return jnp.exp(scores), None  # fault: in a scan that is computed again
+        return jnp.exp(scores), None  # fault: in a scan that is recomputed
 
     def loss(layers, x):
         return jnp.sum(jnp.log1p(jax.lax.scan(block, x, layers)[0]))
@@ -69,7 +69,7 @@ def _in_while():
     def loss(x):
         def grow(state):
             number, x = state
-            return number + 1, x * x  # fault: in turn 4 of a while loop
+            return number + 1, x * x  # fault: in iteration 4 of a while loop
 
         return jax.lax.while_loop(lambda state: state[0] < 6, grow, (0, x))[1]
 
@@ -152,11 +152,13 @@ def _sharded_batch():
 
 
 STRUCTURE = (
-    Fault("in turn 3 of a scan", _in_scan, "forward", ("exp",), turns=(3,)),
-    Fault("in turn 2 of a scan, backward", _in_scan_backward, "backward", ("div",), turns=(2,)),
-    Fault("in a scan that is computed again", _in_remat, "forward", ("exp",), turns=(2,)),
+    Fault("in iteration 3 of a scan", _in_scan, "forward", ("exp",), turns=(3,)),
+    Fault(
+        "in iteration 2 of a scan, backward", _in_scan_backward, "backward", ("div",), turns=(2,)
+    ),
+    Fault("in a scan that is recomputed", _in_remat, "forward", ("exp",), turns=(2,)),
     Fault("in a scan within a scan", _in_nested_scans, "forward", ("div",), turns=(1, 2)),
-    Fault("in turn 4 of a while loop", _in_while, "forward", ("mul",), turns=(4,)),
+    Fault("in iteration 4 of a while loop", _in_while, "forward", ("mul",), turns=(4,)),
     Fault("in a branch of a cond", _in_cond, "forward", ("div",)),
     Fault("on shard 2 of a shard_map", _in_shard_map, "forward", ("log",), shard=2, devices=4),
     Fault("in the backward function of a custom_vjp", _in_custom_vjp, "backward", ("div",)),

@@ -1,6 +1,6 @@
 """Derivatives as JAX gives them, in every form, of and in functions under autocast.
 
-All numbers are small whole numbers, which both formats hold exactly, as they hold their products
+All numbers are small integers, which both formats hold exactly, as they hold their products
 and sums: so every form gives what it gives of the plain function, to the last bit.
 """
 

@@ -1,4 +1,4 @@
-"""Islands: what is stored for the backward pass, and what is computed again."""
+"""Islands: what is stored for the backward pass, and what is recomputed."""
 
 from collections import Counter
 from typing import Any

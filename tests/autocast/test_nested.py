@@ -173,7 +173,7 @@ def test_a_reverse_unrolled_scan(policy: str):
 
     w, xs = jnp.eye(2), jnp.arange(8.0).reshape(4, 1, 2)
     ours, exact = autocast(func, policy)(w, xs), func(w, xs)
-    for a, b in zip(ours, exact, strict=True):  # Small whole numbers: exact.
+    for a, b in zip(ours, exact, strict=True):  # Small integers: exact.
         np.testing.assert_array_equal(a, b)
     equation = named(autocast(func, policy), "scan", w, xs)[0]
     assert equation.params["reverse"]

@@ -13,7 +13,7 @@ from tests._rows import slow_unless
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
-# Small whole numbers: exact in both formats, products and sums included.
+# Small integers: exact in both formats, products and sums included.
 W = jnp.asarray(np.arange(36).reshape(6, 6) % 5 - 2, jnp.float32)
 X = jnp.asarray(np.arange(36).reshape(6, 6) % 7 - 3, jnp.float32)
 AT = jnp.array([1, 3])

@@ -183,7 +183,7 @@ def test_no_recipe_rounds_a_look_up():
 
 @every_format
 def test_ctc_is_as_exact_as_in_float32(policy: str):
-    """The loss rounds nothing but the model's logits, as if it were outside of autocast."""
+    """The loss rounds nothing but the model's logits, as if it were outside autocast."""
     rng = np.random.default_rng(0)
     labels = jnp.asarray(rng.integers(1, 11, (4, 6)))
     x = jnp.asarray(rng.normal(size=(4, 20, 16)), jnp.float32)

@@ -18,7 +18,7 @@ LAYERS = 4
 
 
 def recomputed(func: Callable[..., Any], *args: Any) -> list[Any]:
-    """The functions that are computed again for a derivative, in order."""
+    """The functions that are recomputed for a derivative, in order."""
     return in_trace(lambda *args: jax.jvp(func, args, args), *args)
 
 

@@ -273,7 +273,7 @@ def test_what_is_not_a_rule_is_said():
         Policy(compute="bf16", stores=(1,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Give op=, scope= or line=; op="):
         StoreRule("keep")
-    with pytest.raises(ValueError, match="number= must be a whole number, 0 for the first"):
+    with pytest.raises(ValueError, match="number= must be an integer, 0 for the first"):
         StoreRule("keep", op="add", number=-1)
     with pytest.raises(
         ValueError, match="`residuals` is for autocast to 16 bits; got residuals='e"

@@ -417,13 +417,13 @@ def test_the_structure_of_the_state():
 
 
 def test_mistakes_in_a_state():
-    with pytest.raises(ValueError, match="`patience` must be a whole number, 1 or more; got 0"):
+    with pytest.raises(ValueError, match="`patience` must be an integer, 1 or more; got 0"):
         jaxamp.DynamicScalerState(patience=0)
     with pytest.raises(ValueError, match="`adjust_factor` must be a power of two"):
         jaxamp.DynamicScalerState(adjust_factor=1.5)
     with pytest.raises(ValueError, match=r"`scaler` must be a power of two.*got 0"):
         jaxamp.DynamicScalerState(scaler=0.0)
-    with pytest.raises(ValueError, match="`redo_on_nan` is a whole number, 0 or more; got -1"):
+    with pytest.raises(ValueError, match="`redo_on_nan` is an integer, 0 or more; got -1"):
         jaxamp.dynamic_scale_grad(jnp.sum, redo_on_nan=-1)
 
 

@@ -337,7 +337,7 @@ def test_a_scale_is_rounded_down_to_a_power_of_two():
     assert (scale.loss_scale, scale.min_loss_scale) == (2**15, 2**-10)
     with pytest.raises(ValueError, match=r"`factor` must be a power of two.*got 3"):
         compat.DynamicLossScale(8.0, factor=3)
-    with pytest.raises(TypeError, match=r"`loss_scale` must be known.*outside of jit"):
+    with pytest.raises(TypeError, match=r"`loss_scale` must be known.*outside jit"):
         jax.jit(compat.StaticLossScale)(1.0)
 
 

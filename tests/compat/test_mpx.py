@@ -434,7 +434,7 @@ def test_constructor():
     assert make_scaling(scale=compat.BFLOAT16_MAX).loss_scaling == 2**15
     with pytest.raises(ValueError, match=r"`loss_scaling` must be a power of two.*got 0"):
         compat.DynamicLossScaling(0.0, 1.0)
-    with pytest.raises(TypeError, match=r"`min_loss_scaling` must be known.*outside of jit"):
+    with pytest.raises(TypeError, match=r"`min_loss_scaling` must be known.*outside jit"):
         jax.jit(lambda x: compat.DynamicLossScaling(2.0**15, x))(1.0)
 
 

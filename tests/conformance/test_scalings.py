@@ -69,7 +69,7 @@ def test_arithmetic_is_in_float32_or_wider(name: str):
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         assert scaling.scale(jnp.ones(2, dtype)).dtype == jnp.float32
         assert scaling.unscale(jnp.ones(2, dtype)).dtype == jnp.float32
-    # 60000 times the scale is far outside of float16 and is not infinite.
+    # 60000 times the scale is far outside float16 and is not infinite.
     assert jnp.isfinite(scaling.scale(jnp.asarray(60000.0, jnp.float16)))
     with jax.enable_x64(True):
         assert scaling.scale(jnp.ones(2, jnp.float64)).dtype == jnp.float64
@@ -176,7 +176,7 @@ class TestDynamic:
             ({"max_loss_scaling": 2.0**127}, r"must lie between 2\*\*-126 and 2\*\*126"),
             ({"factor": 3}, "`factor` must be a power of two"),
             ({"factor": 1}, "`factor` must be 2 or a larger power of two; got 1"),
-            ({"period": 0}, "`period` must be a whole number of steps, 1 or more; got 0"),
+            ({"period": 0}, "`period` must be an integer number of steps, 1 or more; got 0"),
             (
                 {"loss_scaling": 1, "min_loss_scaling": 2},
                 "between `min_loss_scaling`, 2, and",

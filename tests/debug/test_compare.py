@@ -1,4 +1,4 @@
-"""A policy beside float32, operation by operation."""
+"""A policy compared with float32, operation by operation."""
 
 import json
 
@@ -151,7 +151,7 @@ def test_where_it_jumps(tmp_path):
     assert worst.error == 1.0
     assert worst.before < EPS
     lines = str(report).splitlines()
-    assert lines[0].startswith("p=f32,c=bf16,o=f32 beside float32")
+    assert lines[0].startswith("p=f32,c=bf16,o=f32 compared with float32")
     assert "shift" in next(line for line in lines if "test_compare.py" in line)
     assert "<table" in report._repr_html_()
     assert repr(report) == str(report)
@@ -221,7 +221,7 @@ def test_recipes():
 
 def test_errors():
     with pytest.raises(
-        ValueError, match="16 bits or fewer beside float32; got 'p=f32,c=f32,o=f32'"
+        ValueError, match="16 bits or fewer, to compare with float32; got 'p=f32,c=f32,o=f32'"
     ):
         debug.compare(_plain, "f32")
 
@@ -296,4 +296,4 @@ def test_a_fault_that_goes_on_from_turn_to_turn_is_blamed_where_it_begins(revers
         if func is looped:
             # The one that runs first.
             assert worst.turn == (2 if reverse else 0)
-            assert f"div, most in turn {worst.turn} of 3" in str(report)
+            assert f"div, most in iteration {worst.turn} of 3" in str(report)

@@ -337,7 +337,7 @@ def test_what_is_no_number(mesh):
     with pytest.raises(ValueError, match=r"`log\.rows` must be the same on all.*out_shardings"):
         live.update(0, log=log)
     assert live.step is None
-    with pytest.raises(ValueError, match="`every` must be a whole number"):
+    with pytest.raises(ValueError, match="`every` must be an integer"):
         debug.Live(every=0)
 
 

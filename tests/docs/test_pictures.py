@@ -115,7 +115,7 @@ def test_the_island_is_the_one_that_explain_reports():
     said = [text.get_text() for text in flow.texts]
     for entry in islands.operations():
         text = f"{entry.name}, {entry.outs[0].dtype}"
-        # What is in an island is there twice: forward, and computed again.
+        # What is in an island is there twice: forward, and recomputed.
         again = 2 if entry.island is not None else 1
         assert said.count(text) == again * (2 if entry.is_contraction else 1)
     totals = islands.report().totals

@@ -73,7 +73,7 @@ class Numbers:
         return np.asarray(scale * self.state.randn(*shape), np.float32)
 
     def integers(self, high: int, *shape: int, low: int = 0) -> np.ndarray:
-        """Whole numbers below a bound."""
+        """Integers below a bound."""
         return self.state.randint(low, high, shape).astype(np.int32)
 
     def filled(self, shapes: Any) -> Any:

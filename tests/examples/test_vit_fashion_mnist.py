@@ -150,7 +150,7 @@ def test_a_hopeless_run_ends_with_advice(
     made = script.initial_state
 
     def broken(*args: Any) -> script.State:
-        """Weights that are no numbers, and 40 skips already counted of the 50 that are allowed."""
+        """Weights that are not numbers, and 40 skips already counted of the 50 that are allowed."""
         return eqx.tree_at(
             lambda s: (s.model.head.bias, s.ledger.consecutive),
             made(*args),
@@ -180,7 +180,7 @@ def test_the_state_is_donated(data: pathlib.Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--steps 0", "required a whole number, 1 or more; got 0"),
+        ("--steps 0", "required an integer, 1 or more; got 0"),
         ("--epochs 2", "not allowed with argument"),
         ("--policy f8", "invalid choice: 'f8'"),
     ],

@@ -101,7 +101,7 @@ def test_a_while_loop_counts_once_and_says_so():
     report = halfstep.explain(looped)(SMALL, SMALL)
     (dot,) = [e for e in report.operations if e.is_contraction]
     assert (dot.count, dot.within) == (1, ("while",))
-    assert "a while loop is counted as one turn" in report.notes
+    assert "a while loop is counted as one iteration" in report.notes
 
 
 def test_all_branches_count_and_it_is_said():

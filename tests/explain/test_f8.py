@@ -49,7 +49,7 @@ def test_each_contraction_says_its_formats_or_why_not():
     assert [entry.dtypes for entry in made] == ["e4m3 -> bf16"] * 2 + ["bf16 -> bf16"] * 3
     assert [entry.reason for entry in made[:2]] == ["f8: e4m3, gradients e5m2, per tensor"] * 2
     assert made[2].reason.startswith("not f8: a product of two activations")
-    assert made[4].reason == "not f8: 10 is no multiple of 16"
+    assert made[4].reason == "not f8: 10 is not a multiple of 16"
     names = ["params/up", "params/down", "", "", "params/head"]
     assert [entry.parameter for entry in made] == names
     assert [entry.in_f8 for entry in made] == [True, True, False, False, False]
@@ -76,7 +76,7 @@ def test_text_html_and_json():
         "  in fp8              2 of 5 contractions (33.3 % of the FLOPs); 99.8 % of what f8 is for"
     )
     assert line in str(made)
-    assert "  missed              1: 10 is no multiple of 16: test_f8.py:" in str(made)
+    assert "  missed              1: 10 is not a multiple of 16: test_f8.py:" in str(made)
     assert "  not for it          2: a product of two activations" in str(made)
     assert max(map(len, str(made).splitlines())) <= 120
     page = Balanced()
@@ -84,10 +84,10 @@ def test_text_html_and_json():
     assert page.open == []
     assert "2 of 5 contractions (33.3 % of the FLOPs); 99.8 % of what f8 is for" in page.text
     assert "f8: e4m3, gradients e5m2, per tensor" in page.text
-    assert "10 is no multiple of 16" in page.text
+    assert "10 is not a multiple of 16" in page.text
     read = json.loads(made.to_json())
     assert read["totals"]["f8"]["count"] == 2
-    assert read["totals"]["f8"]["others"][0]["reason"] == "10 is no multiple of 16"
+    assert read["totals"]["f8"]["others"][0]["reason"] == "10 is not a multiple of 16"
     assert [entry["in_f8"] for entry in read["operations"] if entry["is_contraction"]][:3] == [
         True,
         True,
@@ -108,7 +108,7 @@ def test_check_passes():
 
 
 def test_check_names_what_is_missed():
-    with pytest.raises(halfstep.LintError, match="10 is no multiple of 16") as caught:
+    with pytest.raises(halfstep.LintError, match="10 is not a multiple of 16") as caught:
         report().check(f8=1.0)
     first, second, third = str(caught.value).splitlines()
     assert first == (
@@ -117,7 +117,7 @@ def test_check_names_what_is_missed():
     assert second.startswith("  test_f8.py:")
     assert second.endswith(
         " attention: dot_general bf16[4096,512] x bf16[512,10] by params/head in head: "
-        "10 is no multiple of 16"
+        "10 is not a multiple of 16"
     )
     assert third.endswith('`rules=("op:dot_general@head=compute",)`.')
 

@@ -1,4 +1,4 @@
-"""Products in few bits: their numbers, their derivatives, and which products are none."""
+"""Products in low precision: their numbers, their derivatives, and which products are none."""
 
 import dataclasses
 import re
@@ -210,7 +210,7 @@ def test_residuals_are_in_eight_bits():
     _, pull = jax.vjp(jax.jit(lambda p: halfstep.autocast(mlp, "f8")(p, X)), PARAMS)
     kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= 48 * 64]
     # Both inputs and the second weight (no gradient goes back through the first one); and what the
-    # activation and the loss are computed again from.
+    # activation and the loss are recomputed from.
     assert sorted(leaf.dtype.name for leaf in kept) == ["bfloat16"] * 2 + ["float8_e4m3fn"] * 3
 
 
@@ -272,7 +272,7 @@ def refusals(loss: Any, params: Any, *args: Any, policy: Any = "f8") -> list[str
     settings = settings_of(as_policy(policy))
     call = trace(loss, settings, (params, *args), {}, params=[0], keep=())
     return [
-        plan.decisions[index].refusal or "in few bits"
+        plan.decisions[index].refusal or "in low precision"
         for plan, index in decided(call.plan)
         if plan.graph.nodes[index].name in PRODUCTS
     ]
@@ -280,11 +280,13 @@ def refusals(loss: Any, params: Any, *args: Any, policy: Any = "f8") -> list[str
 
 def test_which_products_are_none():
     w = normal(0, 32, 48)
-    assert refusals(lambda w, x: x @ w, w, normal(1, 16, 32)) == ["in few bits"]
+    assert refusals(lambda w, x: x @ w, w, normal(1, 16, 32)) == ["in low precision"]
     assert refusals(lambda w, x: x @ x.T, w, normal(1, 16, 32))[0].startswith(
         "a product of two activations"
     )
-    assert refusals(lambda w, x: x @ w[:, :10], w, normal(1, 16, 32)) == ["10 is no multiple of 16"]
+    assert refusals(lambda w, x: x @ w[:, :10], w, normal(1, 16, 32)) == [
+        "10 is not a multiple of 16"
+    ]
     assert refusals(lambda w, x: x @ w[:, 0], w, normal(1, 16, 32)) == ["a product with a vector"]
     assert refusals(lambda w, x: w.T @ w * x, w, 2.0) == ["a product of two parameters"]
     assert refusals(lambda w, x: x @ w, w, normal(1, 16, 32), policy="f8,op:dot*=compute") == [
@@ -292,7 +294,7 @@ def test_which_products_are_none():
     ]
     low = halfstep.autocast(lambda w, x: x @ w, "f8,op:dot*=accumulate")
     assert refusals(lambda w, x: x @ w, w, normal(1, 16, 32), policy="f8,op:dot*=accumulate") == [
-        "in few bits"
+        "in low precision"
     ]
     made = jax.jit(low)(w, normal(1, 16, 32))
     assert (made != made.astype(jnp.bfloat16).astype(jnp.float32)).any()
@@ -302,19 +304,21 @@ def test_which_products_are_none():
     ]
     every = dataclasses.replace(RECIPES["f8"], name="every", activations=True)
     policy = halfstep.Policy(recipe=every)
-    assert refusals(lambda w, x: x @ x.T, w, normal(1, 16, 32), policy=policy) == ["in few bits"]
+    assert refusals(lambda w, x: x @ x.T, w, normal(1, 16, 32), policy=policy) == [
+        "in low precision"
+    ]
 
 
 def test_a_stored_parameter_is_one():
     w, x = normal(0, 32, 48).astype(jnp.bfloat16), normal(1, 16, 32)
-    assert refusals(lambda w, x: x @ w, w, x) == ["in few bits"]
-    assert refusals(lambda w, x: x @ w.T.reshape(48, 32).T, w, x) == ["in few bits"]
+    assert refusals(lambda w, x: x @ w, w, x) == ["in low precision"]
+    assert refusals(lambda w, x: x @ w.T.reshape(48, 32).T, w, x) == ["in low precision"]
 
     def scanned(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
     stacked = normal(0, 3, 32, 32).astype(jnp.bfloat16)
-    assert refusals(scanned, stacked, x) == ["in few bits"]
+    assert refusals(scanned, stacked, x) == ["in low precision"]
 
 
 def test_where_state_does_not_reach():
@@ -331,7 +335,7 @@ def test_where_state_does_not_reach():
         return jax.lax.fori_loop(0, jnp.asarray(3), lambda _, x: jnp.tanh(x @ w), x)
 
     for loss in (mapped, looped):
-        assert refusals(loss, w, x) == ["in few bits"]
+        assert refusals(loss, w, x) == ["in low precision"]
         assert refusals(loss, w, x, policy="nvfp4")[0].startswith("its random key does not reach")
     both = (mapped, halfstep.autocast(mapped, "f8"))
     exact, found = (jax.jit(jax.grad(f))(w, x) for f in both)

@@ -78,7 +78,7 @@ def test_convolutions_are_those_of_jax(options: dict[str, Any]) -> None:
         return jax.lax.conv_general_dilated(left, right, **options)
 
     (got,) = Evaluator()(jax.make_jaxpr(function)(left, right), [left, right])
-    # Small whole numbers: every order of a sum is exact.
+    # Small integers: every order of a sum is exact.
     np.testing.assert_array_equal(got, function(left, right))
 
 

@@ -204,7 +204,7 @@ def test_no_step(tmp_path: pathlib.Path):
         assert checkpoints.latest() is None
         with pytest.raises(FileNotFoundError, match="there is no step in"):
             checkpoints.restore(small_state())
-        with pytest.raises(ValueError, match="`keep` must be a whole number, 1 or more; got 0"):
+        with pytest.raises(ValueError, match="`keep` must be an integer, 1 or more; got 0"):
             Checkpoints(tmp_path, keep=0)
 
 
@@ -490,7 +490,7 @@ def test_the_step_is_a_number(tmp_path):
     with orbax.Checkpoints(tmp_path / "run") as checkpoints:
         # As without the type checker of the tests.
         save = inspect.unwrap(orbax.Checkpoints.save)
-        with pytest.raises(TypeError, match=r"`step` must be a whole number; got dict. Write save"):
+        with pytest.raises(TypeError, match=r"`step` must be an integer; got dict. Write save"):
             save(checkpoints, {"w": jnp.ones(3)}, 6)
         save(checkpoints, np.int64(3), {"w": jnp.ones(3)})
         checkpoints.wait()

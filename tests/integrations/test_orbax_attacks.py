@@ -252,7 +252,7 @@ def nested(depth: int) -> list[Any]:
         (np.zeros(3), "it is a numpy.ndarray, which would not come back"),
         (jnp.bfloat16(1), "would not come back as it is"),
         ({1, 2}, "it is a builtins.set, which would not come back"),
-        (10**5000, "it is a whole number of more than 4000 digits"),
+        (10**5000, "it is an integer of more than 4000 digits"),
         (nested(200), "is nested more than 100 deep"),
     ],
     ids=["enum", "object", "array", "bfloat16", "set", "long", "nested"],
@@ -378,7 +378,7 @@ def linked_afterwards(target: str) -> Callable[[pathlib.Path], None]:
 FORGERIES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "of another step": (renamed, "the manifest is of step 1, and its folder is named 2"),
     "of a newer format": (forged(lambda m: m.update(format=99)), "is of format 99"),
-    "a format that is no number": (forged(lambda m: m.update(format="2")), "is of format '2'"),
+    "a format that is not a number": (forged(lambda m: m.update(format="2")), "is of format '2'"),
     "a list": (forged(lambda m: []), "the manifest is a list, not an object"),
     "no leaves": (
         forged(lambda m: m.pop("leaves") and None),
@@ -428,8 +428,8 @@ FORGERIES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "no JSON": (text("{"), "`about/manifest.json` is not JSON"),
     "deep JSON": (text("[" * 10**6), "`about/manifest.json` is not JSON"),
     "empty": (text(""), "`about/manifest.json` is not JSON"),
-    "a device": (listing("/dev/zero"), "'/dev/zero', which is outside of its folder"),
-    "a path that leads out": (listing("../1/state"), "which is outside of its folder"),
+    "a device": (listing("/dev/zero"), "'/dev/zero', which is outside its folder"),
+    "a path that leads out": (listing("../1/state"), "which is outside its folder"),
     "a missing file": (listing("state/none"), "`state/none` is missing from its folder"),
     "a line of no file": (line, "has a line that names no file: 'no hash at all'"),
     "no manifest": (unlisted, "it has no `about/manifest.json` in its list of files"),

@@ -50,7 +50,7 @@ def assert_same(got: Any, expected: Any) -> None:
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True)
     for (path, a), b in pairs:
         assert a.dtype == b.dtype
-        # Bits, so that zeros have their sign and what is no number is compared too.
+        # Bits, so that zeros have their sign and what is not a number is compared too.
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
@@ -121,7 +121,7 @@ def test_clipping_that_is_not_reached_changes_nothing(getkey: Any):
 )
 def test_clipping_is_that_of_the_plain_step(option: str, limit: float, scale: Any, getkey: Any):
     options: dict[str, Any] = {option: limit}
-    # All gradients are small whole numbers: sums of squares are exact in any order.
+    # All gradients are small integers: sums of squares are exact in any order.
     tx = optim.flash_sgd(0.5, 0.9, min_size=1)
     functions = {
         "first": lambda outer, batch: batch[0] * outer[None],
@@ -143,7 +143,7 @@ def test_clipping_is_that_of_the_plain_step(option: str, limit: float, scale: An
     for _ in range(3):
         got, expected = step(params, state, batch, *more), plain(params, state, batch, *more)
         assert_same(got[:3], expected[:3])
-        # Parameters of whole numbers again, with a state that has a past.
+        # Parameters of integers again, with a state that has a past.
         before, state = state, got[2]
         free = unclipped(params, before, batch)[2]
         shorter, longer = (s.layers.first.scale.astype(jnp.float32) for s in (state, free))

@@ -249,7 +249,7 @@ def test_the_verdict_of_a_padded_float16_gradient_compiles_with_cublas():
             1
         ].finite
 
-    # 100 is no multiple of 8, so that cuBLAS pads it.
+    # 100 is not a multiple of 8, so that cuBLAS pads it.
     w = jax.ShapeDtypeStruct((256, 100), jnp.float32)
     x = jax.ShapeDtypeStruct((32, 256), jnp.float32)
     entry = halfstep.preflight(step, (w, x), targets="h100", gemm="library")["h100"]

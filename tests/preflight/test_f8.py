@@ -110,7 +110,7 @@ def test_why_not():
     lost = why["transpose(jvp(mlp))/halfstep_f8/dot_general"]
     assert lost == "the compiler multiplies in float32 what the recipe wrote in 8 bits"
     rounded = why["halfstep_rounded/dot_general"]
-    assert rounded == "the recipe rounds to few bits and multiplies in bfloat16"
+    assert rounded == "the recipe rounds to 8 or 4 bits and multiplies in bfloat16"
     assert "halfstep.explain says why" in why[""]
 
 
@@ -147,7 +147,7 @@ def test_check_names_what_is_missed():
     assert required.startswith("required: 100 % of the eligible contractions' FLOPs in fp8; ")
     assert sorted(lines) == [
         "  a.py:5: bfloat16[4,4] x bfloat16[4,4] (1x, 128 FLOP), halfstep_rounded/dot_general: "
-        "the recipe rounds to few bits and multiplies in bfloat16",
+        "the recipe rounds to 8 or 4 bits and multiplies in bfloat16",
         "  train.py:40: float32[4,4] x float32[4,4] (1x, 128 FLOP), "
         "transpose(jvp(mlp))/halfstep_f8/dot_general: the compiler multiplies in float32 what the "
         "recipe wrote in 8 bits",
@@ -187,7 +187,7 @@ def test_text_html_and_json():
     assert "3 of 6 contractions, 50 % of the FLOPs" in made().detail()
     page = made()._repr_html_()
     assert "3 of 6 contractions" in page
-    assert "the recipe rounds to few bits" in page
+    assert "the recipe rounds to 8 or 4 bits" in page
     assert page.count("<tr") == page.count("</tr>")
     (read,) = json.loads(made().to_json())["entries"]
     assert read["f8"] == {"count": 3, "total": 6, "flops": 0.5, "eligible": 0.6, "units": True}

@@ -1,4 +1,4 @@
-"""Arrays in few bits: any scale, any shape, any axis, packed or not, random or not, sharded."""
+"""Arrays in low precision: any scale, any shape, any axis, packed, random, sharded."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Factors in few bits: scales, saturation, blocks, rotation."""
+"""Factors in low precision: scales, saturation, blocks, rotation."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Arrays in few bits on many devices: each has its own part, and none asks another."""
+"""Arrays in low precision on many devices: each has its own part, and none asks another."""
 
 import jax
 import jax.numpy as jnp

@@ -20,7 +20,7 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def state_of(kind: str) -> dict[str, Any]:
-    """What a run has: parameters, optimizer state in few bits, scaling, ledger, keys."""
+    """What a run has: parameters, optimizer state in low precision, scaling, ledger, keys."""
     weights = {"w": jax.random.normal(jax.random.key(0), (64, 32)), "b": jnp.ones(32)}
     optimizer = optim.flash_adamw(1e-3)
     params, state = optimizer.prepare(weights)

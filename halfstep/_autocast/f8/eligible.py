@@ -63,7 +63,7 @@ def site_of(
     # rows consist of whole blocks.
     unfit = [size for size in sizes if size % recipe.multiple_of or not size]
     if unfit:
-        return f"{unfit[0]} is no multiple of {recipe.multiple_of}"
+        return f"{unfit[0]} is not a multiple of {recipe.multiple_of}"
     gradients = [compute, compute]
     gradients[weight] = weight_gradient
     # Each leg asks for its own dtype.

@@ -272,9 +272,9 @@ _once = Primitive("halfstep_once")
 def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     if not isinstance(tangents[0], ad.Zero):
         raise TypeError(
-            f"a saved activation of {type_of(primals[0])} is encoded in few bits and has no second "
-            "derivative: take second derivatives with a policy that keeps it in 16 bits (leave "
-            "'residuals=' out, or keep this value with a rule)."
+            f"a saved activation of {type_of(primals[0])} is encoded in 8 or 4 bits and has no "
+            "second derivative: take second derivatives with a policy that keeps it in 16 bits "
+            "(leave 'residuals=' out, or keep this value with a rule)."
         )
     return primals[0], tangents[0]
 

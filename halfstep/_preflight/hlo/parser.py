@@ -402,7 +402,7 @@ def parse(text: str) -> Module:
                         )
                     entry = current
             elif _START.match(line):
-                raise ValueError(f"line {number} of the HLO text is outside of any computation.")
+                raise ValueError(f"line {number} of the HLO text is outside any computation.")
         elif _START.match(line):
             close()
             pending, first = line, number

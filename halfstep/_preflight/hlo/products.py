@@ -50,7 +50,7 @@ class Product:
         if ELEMENTS in self.name:
             return f"the compiler multiplies in {dtypes} what the recipe wrote in 8 bits"
         if ROUNDED in self.name:
-            return f"the recipe rounds to few bits and multiplies in {dtypes}"
+            return f"the recipe rounds to 8 or 4 bits and multiplies in {dtypes}"
         return "left out by the recipe, or not in its reach: halfstep.explain says why"
 
 

@@ -121,7 +121,7 @@ def parse_target(text: str | Target) -> Target:
         return Target(name=name, accelerator=accelerator, shape=single, sized=False)
     if not re.fullmatch("[0-9]{1,6}(x[0-9]{1,6})*", size):
         raise ValueError(
-            f"the size of a target is whole numbers with x between them; got {size!r} in "
+            f"the size of a target is integers with x between them; got {size!r} in "
             f"{text!r}. Write {_example(accelerator)!r}, say, or {name!r} for a single one."
         )
     numbers = tuple(int(number) for number in size.split("x"))

@@ -127,9 +127,9 @@ def bisect(
                 least = trials.error(_with(policy, units, outcome))
                 got = "not finite" if math.isinf(least) else f"{least:.2g}"
                 raise ValueError(
-                    f"required an error of at most {tolerance:g}; with all candidates taken out of "
-                    f"few bits it is {got}. Allow a larger tolerance, or look at the function in "
-                    "float32: `debug.first_nonfinite` says where it is not finite."
+                    f"required an error of at most {tolerance:g}; with all candidates in "
+                    f"higher precision it is {got}. Allow a larger tolerance, or look at the "
+                    "function in float32: `debug.first_nonfinite` says where it is not finite."
                 )
             # One more program tells where error is added. The search needs the fewest trials if the
             # rules that are needed come first.

@@ -86,7 +86,7 @@ def compare(
     settings = settings_of(policy)
     if settings.compute.itemsize >= 4:
         raise ValueError(
-            f"compare sets a policy of 16 bits or fewer beside float32; got {str(policy)!r}. "
+            f"required a policy of 16 bits or fewer, to compare with float32; got {str(policy)!r}. "
             "Write 'bf16', 'f16' or a recipe such as 'f8'."
         )
     scaling = scaling_for(policy, scaling)

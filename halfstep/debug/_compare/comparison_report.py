@@ -196,7 +196,7 @@ class Comparison(Report):
         Args:
             path: The file. Needs `halfstep[plot]`.
         """
-        title = f"{self.policy} beside float32"
+        title = f"{self.policy} compared with float32"
         draw_comparison(title, self.sites, self.worst, self.gradients, path)
 
 
@@ -213,7 +213,7 @@ def _headline(report: Comparison) -> str:
     if report.gradients:
         gradient = report.gradient
         parts.append(f"gradients by {share(gradient.error)} (cosine {_cosine(gradient.cosine)})")
-    return f"{report.policy} beside float32, {len(report.sites)} sites: {', '.join(parts)}"
+    return f"{report.policy} compared with float32, {len(report.sites)} sites: {', '.join(parts)}"
 
 
 def _tables(report: Comparison) -> list[tuple[str, Sequence[tuple[str, bool]], list[list[str]]]]:
@@ -254,7 +254,7 @@ def _site(one: Deviation) -> list[str]:
     name = site.path or f"{site.source.short} {site.op}"
     turn = ""
     if one.turn is not None:
-        turn = f", most in turn {one.turn} of {len(one.turns)}"
+        turn = f", most in iteration {one.turn} of {len(one.turns)}"
     return [
         f"{name}{turn}",
         site.scope or ABSENT,
@@ -338,7 +338,7 @@ def _draw_sites(axes: Any, sites: Sequence[Deviation], worst: Sequence[Deviation
         scope = f" in {site.site.scope}" if site.site.scope else ""
         names.append(f"{number}  {site.site.path or site.site.source.short} {site.site.op}{scope}")
     axes.set_yscale("log")
-    axes.set_xlabel("values in the order of a run, every turn of a loop; x: not finite")
+    axes.set_xlabel("values in the order of a run, every iteration of a loop; x: not finite")
     axes.set_ylabel("relative error")
     if names:
         axes.text(

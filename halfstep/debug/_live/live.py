@@ -90,7 +90,7 @@ class Live(Report):
         name_above: float = 0.1,
     ):
         if every != int(every) or every < 1:
-            raise ValueError(f"`every` must be a whole number of steps, 1 or more; got {every}.")
+            raise ValueError(f"`every` must be an integer number of steps, 1 or more; got {every}.")
         self._every, self._name_above = int(every), name_above
         self._history = History(points)
         self._waiting: collections.deque[Taken] = collections.deque()

@@ -110,7 +110,7 @@ class NonFinite(Report):
         """The pass, loops, branches and shard that `site` is in."""
         turns = iter(self.turns)
         within = [
-            f"turn {next(turns)} of {label}" if label in self.site.loops else label
+            f"iteration {next(turns)} of {label}" if label in self.site.loops else label
             for label in self.site.within
         ]
         parts = [self.site.pass_name, *within]

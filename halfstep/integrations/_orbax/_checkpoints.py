@@ -78,7 +78,7 @@ class _PendingDigests:
 class Checkpoints:
     """The checkpoints of one run, in one folder, written by Orbax. Use it in a `with` statement.
 
-    A state is any pytree: modules, optimizer state with its arrays in few bits, loss scaling, a
+    A state is any pytree: modules, optimizer state in low precision, loss scaling, a
     recipe's state, the ledger, PRNG keys. Each step also has the dtype, shape and a digest of every
     leaf, and a hash of every file. `restore` verifies all of them, casts nothing, and passes over
     steps that are damaged. With several processes, all of them make the same calls.
@@ -123,7 +123,7 @@ class Checkpoints:
         key: bytes | None = None,
     ):
         if keep < 1:
-            raise ValueError(f"`keep` must be a whole number, 1 or more; got {keep}.")
+            raise ValueError(f"`keep` must be an integer, 1 or more; got {keep}.")
         if key is not None and (type(key) is not bytes or len(key) < _SHORTEST_KEY):
             raise ValueError(
                 f"`key` must be {_SHORTEST_KEY} bytes or more, as secrets.token_bytes(32) makes "
@@ -202,15 +202,14 @@ class Checkpoints:
         Raises:
             CheckpointError: If the folder holds steps of another run, another run writes to it,
                 it cannot be written to, or a value would not come back as it is.
-            TypeError: If `step` is no whole number.
+            TypeError: If `step` is not an integer.
         """
         try:
             # Also one of NumPy's, which could not be written down.
             step = operator.index(step)
         except TypeError as error:
             raise TypeError(
-                f"`step` must be a whole number; got {type(step).__name__}. "
-                "Write save(step, state)."
+                f"`step` must be an integer; got {type(step).__name__}. Write save(step, state)."
             ) from error
         leaves = leaves_of(state)
         self._begin_writing(step)
@@ -333,18 +332,18 @@ class Checkpoints:
     def _read(self, step: int, like: object, leaves: list[StateLeaf]) -> tuple[str | None, Any]:
         """Why a step cannot be used, and otherwise what it holds."""
         path, folder = self._path(step), str(self._directory)
-        manifest, own, unreadable = None, None, None
+        manifest, own, error = None, None, None
         part, parts = jax.process_index(), jax.process_count()
         try:
             manifest = verified(path, step, part=part, parts=parts, key=self._key)
-        except DamagedFolderError as error:
-            own = str(error)
-        except CheckpointError as error:
-            unreadable = str(error)
+        except DamagedFolderError as damage:
+            own = str(damage)
+        except CheckpointError as caught:
+            error = caught
         # All processes agree after each stage, before the next collective: see `agree`.
-        unreadable = agree(unreadable)
+        unreadable = agree(None if error is None else str(error))
         if unreadable is not None:
-            raise CheckpointError(unreadable)
+            raise CheckpointError(unreadable) from error
         reason = agree(own)
         if reason is not None or manifest is None:
             return reason, None

@@ -68,7 +68,7 @@ def encoded(value: Any, what: str, *, depth: int = _DEPTH) -> Any:
 
 def _named(value: Any) -> str:
     if type(value) is int:
-        return f"a whole number of more than {_DIGITS} digits"
+        return f"an integer of more than {_DIGITS} digits"
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
