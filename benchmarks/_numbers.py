@@ -23,6 +23,14 @@ FIVE_BYTES = "tests/optim/test_any.py::test_a_master_of_24_bits_and_compressed_s
 SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("README.md", "5 bytes per parameter"): FIVE_BYTES,
+        # The same numbers in MiB.
+        ("README.md", "22.6 GiB"): "docs/memory.md::| 23,152 |",
+        ("README.md", "13.0 GiB"): "docs/memory.md::| 13,357 ",
+        ("README.md", "10.0 GiB"): "docs/memory.md::| 10,254 ",
+        ("README.md", "22.5 GiB"): "docs/memory.md::| 23,028 |",
+        ("README.md", "12.0 GiB"): "docs/memory.md::| 12,333 ",
+        ("README.md", "11.9 GiB"): "docs/memory.md::| 12,148 ",
+        ("README.md", "10.3 GiB"): "docs/memory.md::| 10,525 ",
         ("docs/choosing-a-policy.md", "5 bytes per parameter"): FIVE_BYTES,
         ("docs/examples.md", "5 bytes per parameter"): FIVE_BYTES,
         ("docs/scale-by-compiler.md", "5 bytes per parameter"): FIVE_BYTES,

@@ -21,6 +21,7 @@ IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
 DRAWN: Mapping[str, str] = MappingProxyType(
     {
         "memory": "benchmarks._figure",
+        "overview": "benchmarks._overview",
         "scale": "benchmarks._scale_figure",
         "fashion_mnist": "benchmarks.fashion_mnist",
         "plan": "benchmarks.plan",
@@ -29,7 +30,9 @@ DRAWN: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Of each result that has a picture, the module whose `plot` draws it."""
+"""Of each picture of a result, the module whose `plot` draws it."""
+RESULT_OF: Mapping[str, str] = MappingProxyType({"overview": "memory"})
+"""The results of pictures that are not named like them."""
 SHOWN: Mapping[str, str] = MappingProxyType(
     {
         "debug-map": "`python -m docs.generators.shown`",
@@ -46,7 +49,8 @@ SHOWN: Mapping[str, str] = MappingProxyType(
 
 
 def result(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """What a picture is drawn from."""
+    return json.loads((RESULTS / f"{RESULT_OF.get(name, name)}.json").read_text())
 
 
 def draw(name: str) -> None:

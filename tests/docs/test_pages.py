@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -122,12 +123,36 @@ def test_no_machine_paths_and_no_typographic_quotes(page: pathlib.Path):
 # The README.
 
 
-def test_the_readme_runs_the_result_of_its_diff():
-    fences = FENCE.findall(README.read_text())
-    (diff,) = (code for kind, code in fences if kind == "diff")
-    snippet, *_ = (code for kind, code in fences if kind == "python")
-    result = "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] != "-")
-    assert result in snippet
+def readme_fences(kind: str) -> list[str]:
+    return [code for found, code in FENCE.findall(README.read_text()) if found == kind]
+
+
+def applied(diff: str) -> str:
+    """The lines that a diff leaves."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] != "-")
+
+
+def test_the_readme_runs_the_result_of_its_second_diff():
+    assert applied(readme_fences("diff")[1]) in readme_fences("python")[0]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_readme_s_first_diff_is_one_line_that_works():
+    first, second = readme_fences("diff")
+    before = [line[1:] for line in second.splitlines(True) if line[0] == "-"]
+    assert before[0] == "".join(line[1:] for line in first.splitlines(True) if line[0] == "-")
+    body = applied(first) + "".join(before[1:])
+    code = readme_fences("python")[0]
+    begin, end = code.index("@eqx.filter_jit"), code.index("x = jax.random")
+    step = f"def step(model, opt_state, x, y):\n{body}    return model, opt_state, loss\n"
+    names: dict[str, Any] = {}
+    exec(f"{code[:begin]}@eqx.filter_jit\n{step}\n{code[end : code.index('for _')]}", names)
+    model, state, losses = names["model"], names["opt_state"], []
+    for _ in range(20):
+        model, state, loss = names["step"](model, state, names["x"], names["y"])
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert model.layers[0].weight.dtype == np.float32
 
 
 def test_the_readme_is_short():
