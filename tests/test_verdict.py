@@ -148,6 +148,47 @@ def test_boolean_algebra():
     assert bool(jax.jit(lambda v: jnp.logical_and(v, v))(true))
 
 
+def verdict_of(leaf: int, *, loss: bool = True) -> Verdict:
+    """Of gradients whose leaf of that number is bad; -1 if all are good."""
+    return Verdict(jnp.asarray(leaf < 0 and loss), jnp.asarray(loss), jnp.int32(leaf))
+
+
+def test_a_condition_joins_a_verdict():
+    bad, good = verdict_of(1), verdict_of(-1)
+    assert (bad & True).where(PARAMS) == bad.where(PARAMS)
+    assert (bad & True).reason(PARAMS) == f"part 1 of 2: {bad.reason(PARAMS)}"
+    for combined, part in ((good & jnp.asarray(False), 2), (False & good, 1)):
+        assert not combined
+        assert combined.reason(PARAMS) == f"part {part} of 2: a condition is false."
+        assert combined.where(PARAMS) is None
+    assert (good & True).reason() == "finite: the loss and every gradient."
+    with pytest.raises(TypeError, match=r"required a boolean; got float32 of shape \(\)"):
+        _ = good & jnp.float32(1)
+    with pytest.raises(ValueError, match="finiteness was not checked"):
+        _ = Verdict(None, None, None) & good
+
+
+def test_two_verdicts_know_their_own_trees():
+    other = {"x": jnp.ones(1), "y": jnp.ones(1), "z": jnp.ones(1)}
+    combined = jax.jit(lambda a, b: a & b)(verdict_of(-1), verdict_of(2))
+    assert combined.where((PARAMS, other)) == "z"
+    assert "part 2 of 2: the loss is finite but the gradients are not" in combined.reason()
+    three = combined & (jnp.asarray(1.0) < 2)
+    assert three.where([PARAMS, other]) == "z"
+    assert "part 2 of 3: " in three.reason([PARAMS, other])
+    # Whose leaf it is a ledger cannot know.
+    assert int(halfstep.Ledger().record(three).last_leaf) == -1
+    assert int(halfstep.Ledger().record(verdict_of(2) & True).last_leaf) == 2
+    assert int(halfstep.Ledger().record(three & verdict_of(-1, loss=False)).bad_losses) == 1
+
+
+def test_a_combined_verdict_gates_a_step():
+    new, old = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
+    for finite, expected in ((verdict_of(-1) & True, new), (verdict_of(-1) & verdict_of(0), old)):
+        chosen = jax.jit(halfstep.select_tree)(finite, new, old)
+        assert np.array_equal(chosen["w"], expected["w"])
+
+
 def test_where_with_the_wrong_tree():
     verdict = Verdict(jnp.asarray(False), jnp.asarray(True), jnp.asarray(7))
     with pytest.raises(ValueError, match="names leaf 7, but `tree` has 2 inexact array leaves"):

@@ -1,6 +1,7 @@
 """Check whether everything is finite: one global answer, the first bad leaf, and the cause."""
 
 import contextlib
+import functools
 from collections.abc import Generator
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -98,6 +99,11 @@ class Verdict(eqx.Module):
     `NoLossScaling` no check is compiled unless asked for) applies every step, and refuses to say
     "finite".
 
+    `first & second` combines two verdicts, or a verdict and a condition of your own (the verdict
+    first: an array on the left makes an array), into a verdict that says which is false. Its
+    `where` and `reason` take one tree for all of them, or a sequence of trees, one per verdict. For
+    `jax.lax.cond`, write `jnp.asarray(verdict)`.
+
     Attributes:
         finite: Whether the loss and all gradients are finite; `None` if not checked.
         loss_finite: Whether the loss itself is finite; `None` if not checked.
@@ -157,13 +163,15 @@ class Verdict(eqx.Module):
     def __invert__(self) -> Array:
         return jnp.logical_not(self._known())
 
-    def __and__(self, other: "Verdict | ArrayLike") -> Array:
-        return jnp.logical_and(self._known(), self._boolean(other))
+    def __and__(self, other: "Verdict | ArrayLike") -> "Verdict":
+        return _CombinedVerdict.of(self, other)
+
+    def __rand__(self, other: ArrayLike) -> "Verdict":
+        return _CombinedVerdict.of(other, self)
 
     def __or__(self, other: "Verdict | ArrayLike") -> Array:
         return jnp.logical_or(self._known(), self._boolean(other))
 
-    __rand__ = __and__
     __ror__ = __or__
 
     def where(self, tree: Any) -> str | None:
@@ -217,6 +225,64 @@ class Verdict(eqx.Module):
             "back, which a smaller loss scale cures, or a derivative is infinite, as those of sqrt "
             f"and norm at 0, which debug.first_nonfinite finds.{at}"
         )
+
+
+class _CombinedVerdict(Verdict):
+    """Verdicts and conditions that all have to be true.
+
+    `first_leaf` is that of the only verdict among the parts; for several verdicts it is -1, because
+    their leaves may be those of different models, and the parts know.
+    """
+
+    parts: tuple[Verdict, ...]
+
+    @staticmethod
+    def of(left: Verdict | ArrayLike, right: Verdict | ArrayLike) -> "_CombinedVerdict":
+        """Combine two verdicts, or a verdict and a condition."""
+        parts = (*_parts(left), *_parts(right))
+        leaves = [part.first_leaf for part in parts if part.first_leaf is not None]
+        losses = [part.loss_finite for part in parts if part.loss_finite is not None]
+        finite = functools.reduce(jnp.logical_and, [part._known() for part in parts])
+        loss = functools.reduce(jnp.logical_and, losses)
+        leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, -1, jnp.int32)
+        return _CombinedVerdict(finite, loss, leaf, parts)
+
+    def where(self, tree: Any) -> str | None:
+        found = self._first_false(tree)
+        return None if found is None or found[1].first_leaf is None else found[1].where(found[2])
+
+    def reason(self, tree: Any = None) -> str:
+        found = self._first_false(tree)
+        if found is None:
+            return "finite: the loss and every gradient."
+        number, part, own = found
+        said = "a condition is false." if part.loss_finite is None else part.reason(own)
+        return f"part {number + 1} of {len(self.parts)}: {said}"
+
+    def _first_false(self, tree: Any) -> tuple[int, Verdict, Any] | None:
+        """Return the first part that is false: its number, itself and its tree."""
+        judged = [part for part in self.parts if part.loss_finite is not None]
+        each = isinstance(tree, list | tuple) and len(judged) > 1 and len(tree) == len(judged)
+        trees = iter(tree if each else [tree] * len(judged))
+        for number, part in enumerate(self.parts):
+            own = None if part.loss_finite is None else next(trees)
+            if not part:
+                return number, part, own
+        return None
+
+
+def _parts(value: Verdict | ArrayLike) -> tuple[Verdict, ...]:
+    if isinstance(value, _CombinedVerdict):
+        return value.parts
+    if isinstance(value, Verdict):
+        return (value,)
+    condition = jnp.asarray(value)
+    if condition.dtype != bool:
+        raise TypeError(
+            f"verdict & condition: required a boolean; got {condition.dtype} of shape "
+            f"{condition.shape}. Compare first, such as `finite & (loss < 100)`."
+        )
+    return (Verdict(condition, None, None),)
 
 
 @contextlib.contextmanager

@@ -225,7 +225,8 @@ class Release:
         if norm is not None:
             # Squares of finite gradients may overflow. Clipping by such a norm would make every
             # gradient zero.
-            verdict = dataclasses.replace(verdict, finite=verdict & jnp.isfinite(norm))
+            both = jnp.logical_and(jnp.asarray(verdict), jnp.isfinite(norm))
+            verdict = dataclasses.replace(verdict, finite=both)
         finite = verdict.finite
         factors = None if norm is None else _factor(norm, self.clip)
         _, _, (layers, layers_state) = self._apply(
