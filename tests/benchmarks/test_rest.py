@@ -50,15 +50,22 @@ def test_a_flip_that_is_not_found_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_missed_flips_are_counted():
-    row = {"mode": "fsdp", "policy": "f16", "optimizer": "adamw", "steps": 9, "flips": 7}
+    row = {
+        "mode": "fsdp",
+        "policy": "f16",
+        "optimizer": "adamw",
+        "steps": 9,
+        "flips": 7,
+        "processes": 4,
+    }
     row |= {"missed": ["flip 3"], "ratios": {"1": 1.5}}
-    text = rest_text({"processes": 4, "rows": [row], "traffic": []})
-    assert "7 bits were flipped in 4 processes, one at a time; 1 were not found" in text
+    text = rest_text({"rows": [row], "traffic": []})
+    assert "7 bits were flipped, one at a time; 1 were not found" in text
     assert "6 of 7" in text
 
 
 @pytest.mark.slow
 def test_four_processes():
-    found = rest.run_case("fsdp", "f8", "flash", steps=12, flips=24)
+    found = rest.run_case("fsdp", "f8", "flash", processes=4, steps=4, flips=24)
     assert found["missed"] == []
     assert found["flips"] == 24
