@@ -176,14 +176,14 @@ def harvested(folder: pathlib.Path, left_out: Sequence[str]) -> list[Call]:
         name, func = functions[frame.f_code]
         signature = inspect.signature(func)
         given = {key: frame.f_locals[key] for key in signature.parameters}
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
-            # Of a trace that is over by the time it would be used.
-            return
         if name.endswith(".__init__"):
-            # An object that is there cannot be made again.
+            # An object that is there cannot be made again, and as a tree it has no leaves yet.
             func = type(given.pop("self"))
             rest = [one for key, one in signature.parameters.items() if key != "self"]
             signature = signature.replace(parameters=rest)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+            # Of a trace that is over by the time it would be used.
+            return
         found.setdefault(name, Call(name, func, signature, given, folder))
 
     examples = {tuple(blocks(said)): name for name, _, said in asked}

@@ -98,7 +98,7 @@ WORST: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "period": (
         lambda: halfstep.DynamicLossScaling(period=jnp.ones(0)),  # type: ignore[arg-type]
-        r"`period` of `DynamicLossScaling` must be a whole .*; got float32\[0\]. `period`: Good",
+        r"`period` of `DynamicLossScaling` must be an integer; got float32\[0\]. `period`: Good",
     ),
     "no scale": (
         lambda: halfstep.StaticLossScaling(None),
@@ -163,7 +163,7 @@ def test_only_what_is_surely_wrong_is_refused():
         "fast",
         0,
     )
-    with pytest.raises(TypeError, match=r"`number` of `example` must be a whole .* How often\.$"):
+    with pytest.raises(TypeError, match=r"`number` of `example` must be an integer.* How often\.$"):
         example(0.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a text; got 3 \(int\). `mode`: In which way it is"):
         example(1, mode=3)  # type: ignore[arg-type]

@@ -27,14 +27,17 @@ from halfstep.optim import FlashState
 from halfstep.optim._flash import FlashRule, flash
 from halfstep.optim._layout import StateOptions, options_of
 from halfstep.optim._transform import Transformation
-from halfstep.quant import join, split
+from halfstep.quant import Groups, Quantized, dequantize, join, quantize, split
 
 __all__ = (
     "FlashAdamState",
     "FlashLionState",
     "FlashOptimizer",
     "FlashSGDState",
+    "QuantizedArray",
     "cast_tree_bf16",
+    "dequantize_momentum",
+    "dequantize_variance",
     "flash_adam",
     "flash_adamw",
     "flash_adamw_state_dict",
@@ -46,6 +49,8 @@ __all__ = (
     "load_flash_adamw_state_dict",
     "load_flash_lion_state_dict",
     "load_flash_sgd_state_dict",
+    "quantize_momentum",
+    "quantize_variance",
     "reconstruct_leaf",
     "reconstruct_weights",
     "set_fp32_params",
@@ -107,9 +112,10 @@ def flash_adamw(
     group_size: int = 32,
     fused: bool = True,
     param_groups: Any = None,
+    inplace: bool = True,
 ) -> FlashOptimizer:
     """Make AdamW with decoupled weight decay; see `halfstep.optim.flash_adamw`."""
-    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups, inplace)
     rule = FlashRule(
         "adam", learning_rate, b1=b1, b2=b2, eps=eps, decay=weight_decay, moments=(True, True)
     )
@@ -127,9 +133,10 @@ def flash_adam(
     group_size: int = 32,
     fused: bool = True,
     param_groups: Any = None,
+    inplace: bool = True,
 ) -> FlashOptimizer:
     """Make Adam, with weight decay as a part of the gradient."""
-    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups, inplace)
     rule = FlashRule(
         "adam",
         learning_rate,
@@ -153,9 +160,10 @@ def flash_lion(
     group_size: int = 32,
     fused: bool = True,
     param_groups: Any = None,
+    inplace: bool = True,
 ) -> FlashOptimizer:
     """Make Lion; see `halfstep.optim.flash_lion`."""
-    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups, inplace)
     rule = FlashRule("lion", learning_rate, b1=b1, b2=b2, decay=weight_decay, moments=(True, False))
     return _wrapped(flash(rule, options), FlashLionState)
 
@@ -171,9 +179,10 @@ def flash_sgd(
     group_size: int = 32,
     fused: bool = True,
     param_groups: Any = None,
+    inplace: bool = True,
 ) -> FlashOptimizer:
     """Make gradient descent, with weight decay as a part of the gradient."""
-    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups, inplace)
     return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, True, options)
 
 
@@ -188,9 +197,10 @@ def flash_sgdw(
     group_size: int = 32,
     fused: bool = True,
     param_groups: Any = None,
+    inplace: bool = True,
 ) -> FlashOptimizer:
     """Make gradient descent with decoupled weight decay; see `halfstep.optim.flash_sgd`."""
-    options = _options(quantize, master_weight_bits, group_size, fused, param_groups)
+    options = _options(quantize, master_weight_bits, group_size, fused, param_groups, inplace)
     return _sgd(learning_rate, momentum, dampening, weight_decay, nesterov, False, options)
 
 
@@ -218,8 +228,16 @@ def _sgd(
 
 
 def _options(
-    quantize: bool, master_bits: int | None, group_size: int, fused: bool, param_groups: Any
+    quantize: bool,
+    master_bits: int | None,
+    group_size: int,
+    fused: bool,
+    param_groups: Any,
+    inplace: bool,
 ) -> StateOptions:
+    # Whether parameters are updated in place, donation alone decides here: `step` writes new
+    # parameters, and `update` returns differences, as Optax has it.
+    del inplace
     if group_size != 32:
         raise ValueError(f"group_size must be 32, for which kernels are written; got {group_size}.")
     if param_groups is not None:
@@ -297,6 +315,30 @@ def flash_sgd_state_dict(state: FlashSGDState) -> dict[str, Any]:
 def load_flash_sgd_state_dict(state_dict: dict[str, Any]) -> FlashSGDState:
     """Make a state from a dictionary."""
     return FlashSGDState(**state_dict)
+
+
+QuantizedArray = Quantized
+"""Codes and scales, as `quantize_momentum` and `quantize_variance` return them."""
+
+
+def quantize_momentum(value: Any, group_size: int = 32) -> QuantizedArray:
+    """Write a first moment in 8 bits, with a scale for each group along the last axis."""
+    return quantize(value, "int8", groups=Groups(-1, group_size))
+
+
+def quantize_variance(value: Any, group_size: int = 32) -> QuantizedArray:
+    """Write a second moment in 8 bits, as its square root, with a scale for each group."""
+    return quantize(value, "root8", groups=Groups(-1, group_size))
+
+
+def dequantize_momentum(coded: QuantizedArray, group_size: int = 32) -> Any:
+    """Read what `quantize_momentum` wrote with the same `group_size`, in float32."""
+    return dequantize(coded, "int8", groups=Groups(-1, group_size))
+
+
+def dequantize_variance(coded: QuantizedArray, group_size: int = 32) -> Any:
+    """Read what `quantize_variance` wrote with the same `group_size`, in float32."""
+    return dequantize(coded, "root8", groups=Groups(-1, group_size))
 
 
 def cast_tree_bf16(params: Any) -> Any:

@@ -123,3 +123,31 @@ def test_leaves():
     assert compat.cast_tree_bf16({"a": jnp.ones(2), "i": jnp.arange(2)})["a"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="narrow_dtype=float16"):
         compat.split_leaf(jnp.ones(2), jnp.float16)
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_moments_come_back(group_size: int):
+    value = jax.random.normal(jax.random.key(0), (8, 64))
+    mean, square = (
+        compat.quantize_momentum(value, group_size),
+        compat.quantize_variance(value**2, group_size),
+    )
+    assert isinstance(mean, compat.QuantizedArray)
+    assert (mean.codes.dtype, square.codes.dtype) == (jnp.int8, jnp.uint8)
+    assert mean.scale.shape == (8, 64 // group_size)
+    top = jnp.max(jnp.abs(value))
+    # Near the largest value, where its curve is coarsest, the code has steps of 1/64.
+    assert jnp.max(jnp.abs(compat.dequantize_momentum(mean, group_size) - value)) <= top / 64
+    roots = jnp.sqrt(compat.dequantize_variance(square, group_size))
+    # 255 steps, and scales that are rounded up to bfloat16.
+    assert jnp.max(jnp.abs(roots - jnp.abs(value))) <= top / 255 * (1 + 2**-7)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_inplace_changes_no_bits(inplace: bool):
+    params = start()
+    grads = jax.tree.map(jnp.ones_like, params)
+    made, usual = compat.flash_adamw(inplace=inplace), compat.flash_adamw()
+    new, _ = made.step(params, made.init(params), grads)
+    same, _ = usual.step(params, usual.init(params), grads)
+    jax.tree.map(np.testing.assert_array_equal, new, same)
