@@ -32,8 +32,8 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "carry": Feature(
             CASTING,
             "A loop may begin with float32 zeros",
-            "A recurrent network, and a loop whose carry is a product: do they run, and in few "
-            "bits?",
+            "A recurrent network, and a loop whose carry is a product: do they run, and in low "
+            "precision?",
         ),
         "branches": Feature(
             CASTING,

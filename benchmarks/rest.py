@@ -204,10 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, flips = (40, 20) if parsed.quick else (parsed.steps, parsed.flips)
     kinds = ({"processes": DEVICES, "steps": 20, "flips": flips},)
     kinds += ({"processes": 1, "steps": steps, "flips": 0},)
-    rows = [
-        run_case(mode, *run, **kind)
-        for kind, (mode, run) in tqdm(list(itertools.product(kinds, CASES)), unit="run")
-    ]
+    rows: list[dict[str, Any]] = []
+    for kind, (mode, run) in tqdm(list(itertools.product(kinds, CASES)), unit="run"):
+        rows.append(run_case(mode, *run, **kind))
+        # Runs take long: one that is cut short leaves what it has found.
+        write(report(MODULE, {"rows": rows, "traffic": []}, packages=("libtpu",)), parsed.json)
     results = {"rows": rows, "traffic": [traffic(target) for target in TARGETS]}
     print(rest_text(results), file=sys.stderr)
     write(report(MODULE, results, packages=("libtpu",)), parsed.json)
