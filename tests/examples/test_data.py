@@ -103,7 +103,7 @@ def test_idx_errors(tmp_path: pathlib.Path, content: bytes, message: str):
 def test_idx_broken_gzip(tmp_path: pathlib.Path, content: bytes):
     path = tmp_path / "file.gz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="no complete gzip file"):
+    with pytest.raises(ValueError, match="not a complete gzip file"):
         read_idx(path)
 
 
@@ -193,12 +193,12 @@ def test_cifar100_errors(content: bytes, message: str):
 def test_cifar100_broken_archive(tmp_path: pathlib.Path):
     path = tmp_path / "cifar-100-binary.tar.gz"
     path.write_bytes(b"not an archive")
-    with pytest.raises(ValueError, match="no complete tar archive"):
+    with pytest.raises(ValueError, match="not a complete tar archive"):
         load_cifar100(path)
     noise = np.random.default_rng(0).integers(256, size=50_000, dtype=np.uint8).tobytes()
     archive(path, {"cifar-100-binary/train.bin": noise})
     path.write_bytes(path.read_bytes()[:-20_000])
-    with pytest.raises(ValueError, match="no complete tar archive"):
+    with pytest.raises(ValueError, match="not a complete tar archive"):
         load_cifar100(path)
 
 
