@@ -164,6 +164,6 @@ def rest_text(found: dict[str, Any]) -> str:
         f"{steps:,} steps with a check after each gave no false alarm. Times are multiples of the "
         f"time without checks:\n\n{table(listed, columns)}\n\n"
         "What preflight says about a check of the example at its own size, on one device. The "
-        "activations of a model this small stay in the TPU's on-chip memory and do not count, which "
-        f"is why the share is large there:\n\n{table(reads, heads)}"
+        "activations of a model this small stay in the TPU's on-chip memory and do not count, "
+        f"which is why the share is large there:\n\n{table(reads, heads)}"
     )

@@ -68,7 +68,7 @@ def shoot(address: str, paths: list[str], folder: pathlib.Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.generators.look", description=__doc__)
-    parser.add_argument("site", type=pathlib.Path, help="what `mkdocs build` has made")
+    parser.add_argument("site", type=pathlib.Path, help="what `zensical build` has made")
     parser.add_argument("--shots", type=pathlib.Path, help="a folder for pictures of the pages")
     parser.add_argument("--page", action="append", help="only this one, `tour/`; may be repeated")
     arguments = parser.parse_args(argv)

@@ -52,7 +52,7 @@ from halfstep._base.jaxprs import (
     varying_axes as varying_axes,
 )
 from halfstep._base.private_jax import (
-    OWN_FILE as OWN_FILE,
+    OWN_FOLDER as OWN_FOLDER,
     Traceback as Traceback,
     is_compiling as is_compiling,
     lines_of_backward_functions as lines_of_backward_functions,

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.extend import source_info_util
 
-OWN_FILE = __file__
-"""Frames of this file are not the user's."""
+OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
+"""Frames of the files in this folder are not the user's, not even where there are no others."""
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _BACKWARD = "backward_pass"
 

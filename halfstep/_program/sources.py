@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from halfstep._base import OWN_FILE, Traceback
+from halfstep._base import OWN_FOLDER, Traceback
 
 # Libraries that the user calls. Lines inside them tell the user nothing.
 _LIBRARIES = ("beartype", "chex", "equinox", "flax", "haiku", "halfstep", "jaxtyping", "optax")
@@ -79,7 +79,7 @@ class Finder:
         )
 
     def _is_machinery(self, file: str) -> bool:
-        if file == OWN_FILE:
+        if file.startswith(OWN_FOLDER):
             return True
         # Code that libraries make at run time, such as dataclasses' `<string>`, is not the user's;
         # code that is typed into a prompt or a notebook is.

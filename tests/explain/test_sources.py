@@ -3,8 +3,10 @@
 import sys
 import types
 
+import jax.numpy as jnp
 import pytest
 
+import halfstep
 from halfstep._program.sources import Finder, Frame
 
 CELL = "/tmp/ipykernel_7/2022863338.py"
@@ -33,3 +35,10 @@ def test_cells_of_notebooks(shell, file: str, monkeypatch: pytest.MonkeyPatch):
     assert (source.file, source.line, source.function) == (file, 4, "attention")
     assert source.short == f"{file.rpartition('/')[2]}:4"
     assert Finder().choose([Frame("train.py", 4, "loss")]).file == "train.py"
+
+
+def test_a_function_of_jax_itself_has_no_line():
+    """JAX keeps the frames from the traced function on, and none of them is the user's."""
+    x = jnp.ones((2, 3))
+    (product,) = halfstep.explain(jnp.dot, "bf16")(x, x.T).operations
+    assert str(product.source) == "-"
