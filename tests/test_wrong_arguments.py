@@ -118,7 +118,7 @@ WORST: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another function": (
         lambda: halfstep.filter_grad(loss, argnums=1),
-        "`filter_grad` has no option 'argnums'; got 1. Those it has are policy, has_aux",
+        "`filter_grad` has no option 'argnums'; got 1. It differentiates with respect to the first",
     ),
     "no scaler": (
         lambda: jaxamp.dynamic_scale_value_and_grad(loss)(W),

@@ -18,7 +18,16 @@ from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import run
 from halfstep._autocast.saved.stores import Saves
 from halfstep._autocast.tracing import TracedCall, trace
-from halfstep._base import DTypeLike, checked, dtype_name, listed, parse_dtype
+from halfstep._base import (
+    DTypeLike,
+    checked_but,
+    described,
+    dtype_name,
+    listed,
+    option_names,
+    parse_dtype,
+    refusing,
+)
 from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy
 
 
@@ -46,7 +55,7 @@ def autocast(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
-@checked
+@checked_but("func")
 def autocast(
     func: Callable[..., Any] | None = None,
     policy: Policy | str = "bf16",
@@ -111,6 +120,7 @@ def autocast(
         assert value.dtype == grads["up"].dtype == jnp.float32
         ```
     """
+    _check_function(func)
     policy = as_policy(policy)
     settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
     if scaling is not None and not hasattr(scaling, "slots"):
@@ -123,9 +133,19 @@ def autocast(
     check_state(policy, has_state=state is not None)
 
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
-        return rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)
+        made = rewritten(func, settings, params=listed(params), keep=policy.keep, state=state)
+        return refusing(autocast, option_names(autocast), func, made)
 
     return decorate if func is None else decorate(func)
+
+
+def _check_function(func: object) -> None:
+    if func is None or callable(func):
+        return
+    fix = "Pass the function and then call the result: autocast(func)(*args)."
+    if isinstance(func, str | Policy):
+        fix = f"A decorator takes the policy by name: @halfstep.autocast(policy={str(func)!r})."
+    raise TypeError(f"`func` of `autocast` must be a function; got {described(func)}. {fix}")
 
 
 def check_state(policy: Policy, *, has_state: bool) -> None:

@@ -51,6 +51,11 @@ from halfstep._base.jaxprs import (
     jaxprs_in as jaxprs_in,
     varying_axes as varying_axes,
 )
+from halfstep._base.options import (
+    check_options as check_options,
+    option_names as option_names,
+    refusing as refusing,
+)
 from halfstep._base.private_jax import (
     OWN_FOLDER as OWN_FOLDER,
     Traceback as Traceback,

@@ -14,8 +14,6 @@ import collections.abc
 import functools
 import inspect
 import operator
-import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +28,7 @@ from jaxtyping import AbstractArray
 
 from halfstep._base.display import type_of
 from halfstep._base.formats import parse_dtype
+from halfstep._base.options import CallForm, call_name, what_it_is
 from halfstep._base.trees import Shaped, is_key
 
 _P = ParamSpec("_P")
@@ -68,17 +67,16 @@ def checked(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _checked(func: Callable[_P, _R], but: Sequence[str]) -> Callable[_P, _R]:
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(func).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind in by_place]
+    form = CallForm(func)
 
     @functools.wraps(func)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         # Read here and not when the module is imported: annotations may name types that are
         # imported later.
         known = _expectations(func)
+        form.check(args, kwargs)
         # Nothing is known about the arguments after these, in `*args`.
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        for name, value in (*zip(form.by_place, args, strict=False), *kwargs.items()):
             if name in known and name not in but:
                 _check(func, name, known[name], value)
         return func(*args, **kwargs)
@@ -307,12 +305,12 @@ def _check(owner: Any, name: str, expected: _Expected, value: Any) -> None:
     reason = expected.refusal(value)
     if reason is None:
         return
-    called = owner.__qualname__.removesuffix(".__init__")
+    called = call_name(owner)
     if reason:
         raise ValueError(f"`{name}` of `{called}` must be {expected.text}: {reason}")
     raise TypeError(
         f"`{name}` of `{called}` must be {expected.text}; got {described(value)}."
-        f"{_what_it_is(owner, name)}"
+        f"{what_it_is(owner, name)}"
     )
 
 
@@ -327,16 +325,3 @@ def described(value: object) -> str:
     if isinstance(value, Shaped):
         return type_of(value)
     return f"{repr(value)[:60]} ({type(value).__name__})"
-
-
-def _what_it_is(owner: Any, name: str) -> str:
-    """Return the first sentence that the docstring has on a parameter."""
-    # Parameters of `__init__` may be described in the docstring of the class, too.
-    place = getattr(sys.modules.get(owner.__module__), owner.__qualname__.split(".")[0], None)
-    text = f"{inspect.getdoc(owner)}\n\n{inspect.getdoc(place)}"
-    # Up to the next parameter, which is not indented deeper, or up to an empty line.
-    said = re.search(rf"^( +){name}: ((?:.|\n(?!\1\w+: |\n))+)", text, re.MULTILINE)
-    if said is None:
-        return ""
-    sentence = " ".join(said[2].split()).split(". ")[0].removesuffix(".")
-    return f" `{name}`: {sentence}."

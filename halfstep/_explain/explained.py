@@ -19,7 +19,7 @@ from halfstep._autocast import (
     settings_of,
     trace,
 )
-from halfstep._base import FlatCall, checked, listed, size
+from halfstep._base import FlatCall, checked, listed, option_names, refusing, size
 from halfstep._explain.cotangents import scale_sensitive
 from halfstep._explain.entries import is_float, name_of
 from halfstep._explain.explain_report import ExplainReport
@@ -147,7 +147,7 @@ def explain(
             rows(stored or (), steps),
         )
 
-    return explained
+    return refusing(explain, option_names(explain), func, explained)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -20,7 +20,9 @@ from halfstep._base import (
     half_dtype,
     marked_leaves,
     match_rules,
+    option_names,
     parse_dtype,
+    refusing,
     widest,
 )
 from halfstep._policy.keep import KEEP_SCOPE
@@ -273,13 +275,12 @@ def cast_function(
     if return_dtype is not None:
         _check_target(return_dtype)
 
-    @functools.wraps(func)
     def cast(*args: Any, **kwargs: Any) -> T:
         args, kwargs = cast_arguments(func, args, kwargs, dtype, keep=keep)
         result = func(*args, **kwargs)
         return result if return_dtype is None else _cast_result(result, return_dtype)
 
-    return cast
+    return refusing(cast_function, option_names(cast_function), func, cast)
 
 
 def _full_precision_call(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,12 +18,15 @@ from halfstep._base import (
     Arguments,
     DTypeLike,
     at_least_float32,
+    check_options,
     checked_but,
     dtype_name,
     is_state_node,
     listed,
+    option_names,
     parse_dtype,
     path_string,
+    refusing,
 )
 from halfstep._policy import Policy, as_policy, cast_arguments, cast_tree, is_castable
 from halfstep._training.collective import (
@@ -230,11 +232,11 @@ def filter_value_and_grad(
         wire=wire,
     )
 
-    @functools.wraps(func)
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return gradient.taken(args, kwargs)
 
-    return value_and_grad
+    options = option_names(filter_value_and_grad)
+    return refusing(filter_value_and_grad, options, func, value_and_grad)
 
 
 @checked_but("scaling")
@@ -267,16 +269,11 @@ def filter_grad(
         assert (grads["w"] == jnp.array([0.0, 2.0, 8.0])).all()
         ```
     """
-    known = list(inspect.signature(filter_value_and_grad).parameters)[2:]
-    for name in options:
-        if name not in known:
-            raise TypeError(
-                f"`filter_grad` has no option {name!r}; got {options[name]!r}. Those it has are "
-                f"{', '.join(known)}. It differentiates by the first argument: give all that is "
-                "trained in one tree."
-            )
+    known = option_names(filter_value_and_grad)
+    check_options(filter_grad, options, known)
     with_value = filter_value_and_grad(func, scaling, **options)
-    return without_value(with_value, has_aux=options.get("has_aux", False))
+    made = without_value(with_value, has_aux=options.get("has_aux", False))
+    return refusing(filter_grad, known, func, made)
 
 
 def without_value(

@@ -13,7 +13,14 @@ import jax.tree_util as jtu
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from halfstep._base import argument_names, checked, listed
+from halfstep._base import (
+    argument_names,
+    check_options,
+    checked,
+    listed,
+    option_names,
+    refusing,
+)
 from halfstep._policy import Policy
 from halfstep._training import (
     AbstractLossScaling,
@@ -258,12 +265,12 @@ def value_and_grad(
             "`carry` is not an option here: an NNX module's state is handed from microbatch to "
             f"microbatch by itself; got {options['carry']!r}. Leave it out."
         )
+    check_options(value_and_grad, options, _options())
     # This call is only for its checks, so that a mistake is reported where it is written.
     filter_value_and_grad(
         func, scaling, policy=policy, has_aux=has_aux, microbatches=microbatches, **options
     )
 
-    @functools.wraps(func)
     def with_objects(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         call = _ModuleCall(func, args, kwargs, wrt)
         # The state is passed as keyword arguments, under names that the function does not use
@@ -300,7 +307,14 @@ def value_and_grad(
         grads = _filled(call.params, grads)
         return (loss, aux) if has_aux else loss, adjusted, finite, grads
 
-    return with_objects
+    return refusing(value_and_grad, _options(), func, with_objects)
+
+
+def _options() -> list[str]:
+    """Return the names of the options of `value_and_grad`."""
+    own, others = option_names(value_and_grad), option_names(filter_value_and_grad)
+    names = [*own, *(name for name in others if name not in own)]
+    return [name for name in names if name not in ("options", "carry")]
 
 
 @checked
@@ -331,8 +345,10 @@ def grad(
         assert grads["kernel"].dtype == jnp.float32
         ```
     """
+    check_options(grad, options, [*_options(), "carry"])
     with_value = value_and_grad(func, scaling, **options)
-    return without_value(with_value, has_aux=options.get("has_aux", False))
+    made = without_value(with_value, has_aux=options.get("has_aux", False))
+    return refusing(grad, _options(), func, made)
 
 
 @checked
