@@ -4,15 +4,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks._documented import LIBRARIES
 from benchmarks._features import FEATURES, Feature
 from benchmarks._report import table
 
 OURS = "halfstep"
+NOT_FOR: Mapping[str, str] = {"newest": "a library for JAX", "no_device": "a library for JAX"}
+"""Rows that do not apply to a library that is not such a one."""
 SHOWN: Mapping[str, str] = {"yes": "yes", "partly": "partly", "no": "no", "absent": "-"}
 
 
 def text(made: Mapping[str, Any]) -> str:
-    """All of it, as Markdown."""
+    """Write the tables and the sections as Markdown."""
     peers = made["peers"]
     columns = {"feature": "", **{name: peer["name"] for name, peer in peers.items()}}
     parts, group = [], ""
@@ -23,8 +26,9 @@ def text(made: Mapping[str, Any]) -> str:
             parts += [f"**{group}**", table(rows, columns)]
     versions = "; ".join(_versions(peer) for name, peer in peers.items() if name != OURS)
     parts += [
-        "`yes`, `partly` and `no` are what a probe saw; `-`: the library has no such feature; `not "
-        "run`: it could not be installed.",
+        "`yes`, `partly` and `no` are what a probe saw. `-`: the library's documentation does not "
+        "list the feature; the section of the row links to the page that was read. `not run`: the "
+        "library could not be installed.",
         f"Versions: {versions}.",
         "## Row by row",
     ]
@@ -34,7 +38,7 @@ def text(made: Mapping[str, Any]) -> str:
 
 
 def anchor(title: str) -> str:
-    """The id that a heading gets."""
+    """Return the id that a heading gets."""
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
@@ -61,12 +65,20 @@ def _versions(peer: Mapping[str, Any]) -> str:
 
 
 def _details(key: str, feature: Feature, peers: Mapping[str, Any]) -> list[str]:
-    """What the probe saw: libraries that gave the same answer share a line, absences have none."""
+    """What the probe saw: libraries that gave the same answer share a line.
+
+    Absences share one line, with a link to the page that lists what the library has.
+    """
     seen: dict[str, list[str]] = {}
-    for peer in peers.values():
+    absent = []
+    for name, peer in peers.items():
         if peer.get("found", {}).get(key, {}).get("answer") == "absent":
+            absent.append(f"[{peer['name']}]({LIBRARIES[name].page})")
             continue
         evidence = peer["found"][key]["evidence"] if "found" in peer else peer["not_run"]
         seen.setdefault(f"{_cell(peer, key)}: {evidence}", []).append(f"**{peer['name']}**")
     lines = [f"- {', '.join(names)}, {said}" for said, names in seen.items()]
+    if absent:
+        why = f"Not {NOT_FOR[key]}" if key in NOT_FOR else "Not documented"
+        lines.append(f"- {why}: {', '.join(absent)}.")
     return [f"### {feature.title}", feature.asked, "\n".join(lines)]

@@ -1,4 +1,4 @@
-"""What libraries for mixed precision are compared by."""
+"""The rows of the comparison: what each probe of a library asks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -48,11 +48,11 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "shared": Feature(
             CASTING,
             "Gradients of shared weights add up in float32",
-            "A weight of a loop of 4,096 turns, each with a gradient of 1.",
+            "A weight that 4,096 iterations share, each with a gradient of 1.",
         ),
         "leaves": Feature(
             CASTING,
-            "Keys, whole and complex numbers stay what they are",
+            "Keys, integers and complex numbers stay unchanged",
             "A batch that holds them, given to a loss that uses them.",
         ),
         "statistics": Feature(
@@ -97,13 +97,13 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         ),
         "shards": Feature(
             SCALING,
-            "One bad device is everybody's",
+            "All devices skip together",
             "One device or process of several has an infinite number: do all lower the scale?",
         ),
         "limit": Feature(
             SCALING,
             "A run of bad steps ends with an error",
-            "Steps that are skipped one after another are bad data, and no overflow.",
+            "Many skipped steps in a row point to bad data rather than to overflow.",
         ),
         "microbatches": Feature(
             SCALING,
@@ -112,23 +112,23 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         ),
         "fp8": Feature(
             BITS,
-            "Products in 8 bits",
+            "Matrix products in 8 bits",
             "The gradient of one layer, as it is traced: what do its products multiply?",
         ),
         "fp8_backward": Feature(
             BITS,
-            "... also in the backward pass",
+            "Matrix products in 8 bits in the backward pass",
             "The same: two of the three products are those of the backward pass.",
         ),
         "stored_bytes": Feature(
             BITS,
-            "Bytes a parameter, with AdamW",
-            "What parameters and optimizer state take, of a matrix of 1024 x 1024.",
+            "Bytes per parameter, with AdamW",
+            "Parameters and optimizer state of a matrix of 1024 x 1024.",
         ),
         "release": Feature(
             BITS,
             "Layers are updated in the backward pass",
-            "A step in which the gradients of all layers are never there at once.",
+            "A step that never holds the gradients of all layers at once.",
         ),
         "checkpoint": Feature(
             BITS,
@@ -138,17 +138,17 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "why": Feature(
             TOOLS,
             "Says why an operation is float32",
-            "Something that lists operations, dtypes and reasons.",
+            "A tool that lists operations, dtypes and reasons.",
         ),
         "bisect": Feature(
             TOOLS,
-            "Finds what has to stay in float32",
-            "Something that tells the parts which fail in low precision from those which do not.",
+            "Finds the operations that must stay in float32",
+            "A tool that separates the parts which fail in low precision from the others.",
         ),
         "memory": Feature(
             TOOLS,
-            "Predicts memory on hardware that is not there",
-            "Something that says what a step takes on an accelerator.",
+            "Predicts memory without the hardware",
+            "A tool that says how much memory a step takes on an accelerator.",
         ),
         "newest": Feature(
             TOOLS,

@@ -181,7 +181,7 @@ def sums(library: Library) -> Found:
 
 
 def shared(library: Library) -> Found:
-    """The gradient of a weight that a loop of 4096 turns shares."""
+    """The gradient of a weight that 4096 iterations share."""
 
     def loss(w: Any, x: Any) -> Any:
         def turn(c: Any, x: Any) -> Any:
@@ -435,7 +435,7 @@ def stored(made: Any, parameters: int) -> Found:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(made)) / parameters
     return Found(
         "yes" if size < 8 else "no",
-        f"{size:.2f} bytes a parameter for parameters and state of AdamW.",
+        f"{size:.2f} bytes per parameter for parameters and state of AdamW.",
         f"{size:.2f}",
     )
 

@@ -84,7 +84,11 @@ def _below(module: ModuleType) -> Iterable[ModuleType]:
 
 
 def absent(module: ModuleType | Iterable[ModuleType], *words: str) -> Found:
-    """That there is no such thing: no public name has one of these words in it."""
+    """Answer that the documentation lists no such thing.
+
+    The page that was read is in `benchmarks/_documented.py`, and the comparison links to it. A
+    public name with one of these words in it is an error: then the page has to be read again.
+    """
     modules = [module] if isinstance(module, ModuleType) else list(module)
     every = names(*modules)
     hits = sorted(n for n in every if any(word in n.lower() for word in words))
@@ -112,7 +116,7 @@ WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "bisect": ("bisect", "debug", "search", "compare"),
     }
 )
-"""What a name would have in it, if a library had a feature."""
+"""Words that a name would contain if a library had the feature."""
 TOOLS = ("why", "limit", "microbatches", "fp8", "fp8_backward", "release", "memory", "bisect")
 LOSS = ("float32_loss", "growth", "bounds", "skip", "metric", "names_leaf", "shards")
 
@@ -120,7 +124,7 @@ LOSS = ("float32_loss", "growth", "bounds", "skip", "metric", "names_leaf", "sha
 def absences(
     module: ModuleType | Iterable[ModuleType], *features: str
 ) -> dict[str, Callable[[], Found]]:
-    """Probes that find that there is nothing of these features."""
+    """Probes of features that the documentation does not list."""
     return {
         feature: lambda feature=feature: absent(module, *WORDS[feature]) for feature in features
     }

@@ -54,7 +54,7 @@ def rules() -> _probe.Found:
     _probe.absent(jmp, "rule", "scope", "primitive")
     return _probe.Found(
         "partly",
-        "A policy has three casts, for a module to call by hand; no name has a rule or scope.",
+        "A policy has three casts, which a module calls by hand; its README lists no rule.",
     )
 
 

@@ -42,7 +42,8 @@ def rules() -> _probe.Found:
     assert float(kept) == 2**20
     _probe.absent(mpx, "policy", "rule")
     return _probe.Found(
-        "partly", "`force_full_precision` wraps a call in the model's code; no name has a rule."
+        "partly",
+        "`force_full_precision` wraps a call in the model's code; its README lists no rule.",
     )
 
 

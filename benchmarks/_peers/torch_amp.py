@@ -98,7 +98,7 @@ def sums() -> _probe.Found:
 
 
 def shared() -> _probe.Found:
-    """A weight that 4096 turns share."""
+    """A weight that 4096 iterations share."""
     w, x = weight(), torch.ones(4096)
     with autocast():
         total: Any = sum((w * x[i]).float() for i in range(4096))
@@ -282,7 +282,7 @@ def rules() -> _probe.Found:
     _probe.absent(torch.amp, "rule", "policy")
     return _probe.Found(
         "partly",
-        "`autocast(enabled=False)` inside the model's code; no name of `torch.amp` has a rule.",
+        "`autocast(enabled=False)` inside the model's code; its page lists no rule.",
     )
 
 
@@ -320,7 +320,7 @@ def stored_bytes() -> _probe.Found:
     tensors = [w, *optimizer.state[w].values()]
     size = sum(t.numel() * t.element_size() for t in tensors) / w.numel()
     return _probe.Found(
-        "no", f"{size:.2f} bytes a parameter for parameters and state of AdamW.", f"{size:.2f}"
+        "no", f"{size:.2f} bytes per parameter for parameters and state of AdamW.", f"{size:.2f}"
     )
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from benchmarks import _comparison, peers, render
+from benchmarks._documented import LIBRARIES
 from benchmarks._environments import (
     ENVIRONMENTS,
     MissingEnvironmentError,
@@ -66,10 +67,22 @@ def test_what_cannot_be_installed_is_not_run(tmp_path: pathlib.Path, monkeypatch
     assert "- **jmp**, not run: no wheel" in page
 
 
-def test_equal_answers_share_a_line_and_absences_have_none():
+def test_equal_answers_share_a_line():
     page = _comparison.text(RESULT)
     assert "- **mpx**, **jmp**, no: It is 2048, exactly 4096." in page
+
+
+def test_absences_link_to_the_documentation():
+    """A search of names is not shown as evidence; what the library lists is."""
+    page = _comparison.text(RESULT)
     assert "public names contains" not in page
+    sections = dict(section.split("\n", 1) for section in page.split("### ")[1:])
+    for key, feature in FEATURES.items():
+        for name, peer in RESULT["peers"].items():
+            if peer["found"][key]["answer"] == "absent":
+                link = f"[{peer['name']}]({LIBRARIES[name].page})"
+                assert link in sections[feature.title], (key, name)
+    assert "- Not a library for JAX: [torch.amp](https://" in sections["Runs on JAX 0.10"]
 
 
 def test_what_uv_says_is_the_reason(tmp_path: pathlib.Path, monkeypatch):

@@ -6,11 +6,11 @@ import types
 import pytest
 
 import halfstep
-from docs.generators import home, operations, support
+from docs.generators import comparison, home, operations, support
 from halfstep._autocast import TABLE
 from halfstep._preflight import ACCELERATORS
 
-GENERATORS = [home, operations, support]
+GENERATORS = [comparison, home, operations, support]
 every_generator = pytest.mark.parametrize("generator", GENERATORS, ids=lambda g: g.__name__)
 
 
@@ -32,7 +32,12 @@ def test_a_changed_page_is_noticed(
     page = tmp_path / generator.PAGE.name
     page.write_text(generator.PAGE.read_text())
     monkeypatch.setattr(generator, "PAGE", page)
-    name = {home: "Mixed-precision", operations: "`exp` ", support: "| native "}[generator]
+    name = {
+        comparison: "Users that it names",
+        home: "Mixed-precision",
+        operations: "`exp` ",
+        support: "| native ",
+    }[generator]
     page.write_text(page.read_text().replace(name, "something else", 1))
     assert generator.main(["--check"]) == 1
     assert generator.main([]) == 0
