@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from benchmarks._pictures import save
+from benchmarks import _dots
+from benchmarks._pictures import LIGHT, save, sheet
 from examples._plot import STYLES, draw, smooth
 
 # In the lower panel the two lie on one another, with bands around both.
@@ -25,20 +25,31 @@ OTHERS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Of optimizers."""
-# For many, of which each is one line: also told apart without color by their ends in the legend.
-COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#8c6d31", "#000000")
-MANY = 4
-WINDOW = 21
-"""How many means of steps a running mean is of, where single ones would hide one another."""
+# Recipes by what shares a scale: a tensor, a row, or a block. Where there are two, one is dashed.
+RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "f8": {"color": LIGHT.orange, "linestyle": "-"},
+        "f8-row": {"color": LIGHT.orange, "linestyle": (0, (2, 1.5))},
+        "f8-block": {"color": LIGHT.blue, "linestyle": "-"},
+        "mxfp8": {"color": LIGHT.blue, "linestyle": (0, (2, 1.5))},
+    }
+)
+MANY = 5
+WINDOW = 0.1
+"""The window of a running mean, as a share of the run: single steps would hide what differs."""
 
 
 def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw a report of `benchmarks.training`, or of one like it."""
-    styles = styles_of(list(dict.fromkeys(run["policy"] for run in made["runs"])))
-    first, many = next(iter(styles)), len(styles) > MANY
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    """Draw a report of `benchmarks.training`, or of one like it; of many policies, their ends."""
+    policies = list(dict.fromkeys(run["policy"] for run in made["runs"]))
+    if len(policies) > MANY:
+        _dots.plot(made, path)
+        return
+    styles = styles_of(policies)
+    first, single = next(iter(styles)), not RECIPES.keys().isdisjoint(styles)
+    figure = sheet(5.6)
     panels = figure.subplots(
-        2, len(made["tasks"]), squeeze=False, sharex="col", height_ratios=(2, 1.15)
+        2, len(made["tasks"]), squeeze=False, sharex="col", sharey="row", height_ratios=(1.6, 1)
     )
     for column, (task, about) in enumerate(made["tasks"].items()):
         runs = [run for run in made["runs"] if run["task"] == task]
@@ -51,11 +62,12 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
         losses, apart = panels[:, column]
         for policy, style in styles.items():
             rows = curves[policy]
-            draw(losses, steps, rows.mean(axis=0, keepdims=True) if many else rows, style)
+            draw(losses, steps, rows.mean(axis=0, keepdims=True) if single else rows, style)
             if policy != first:
                 percent = 100 * (curves[policy] / curves[first] - 1)
-                if many:
-                    percent = smooth(percent.mean(axis=0, keepdims=True), WINDOW)
+                if single:
+                    percent = percent.mean(axis=0, keepdims=True)
+                percent = smooth(percent, round(WINDOW * len(steps)))
                 draw(apart, steps, percent, {**style, **APART, "label": "_"})
         guess(losses, about["guessing"])
         bar(apart, made["bar_percent"])
@@ -63,6 +75,7 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
         for axes in (losses, apart):
             axes.axvspan(tail, about["steps"], color="#000000", alpha=0.05, linewidth=0)
             axes.set_xlim(0, about["steps"])
+            axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.grid(color="#dddddd", linewidth=0.6)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
@@ -71,45 +84,45 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
             ((tail + about["steps"]) / 2, 0.9),
             xycoords=("data", "axes fraction"),
             ha="center",
-            fontsize=9,
+            fontsize=9.5,
             bbox={"facecolor": "#f2f2f2", "edgecolor": "none", "pad": 1.5},
         )
         skips(apart, [run for run in runs if run["skipped"]])
-        losses.set_title(task)
+        losses.set_title(task, fontsize=11)
         apart.set_xlabel("step")
     panels[0, 0].set_ylabel("training loss")
-    panels[1, 0].set_ylabel(f"difference to {first}")
+    panels[1, 0].set_ylabel(f"difference to\n{first},\nrunning mean")
     pairs = zip(*panels[0, 0].get_legend_handles_labels(), strict=True)
     marks = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels[1])
     named = {label: handle for group in (pairs, *marks) for handle, label in group}
     figure.legend(
-        list(named.values()), list(named), loc="outside upper center", ncols=5, frameon=False
+        list(named.values()), list(named), loc="outside upper center", ncols=3, frameon=False
     )
     save(figure, path, made)
 
 
 def styles_of(policies: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """How each is drawn; of many the first is wide and light, below the others."""
-    if len(policies) <= MANY:
-        return {policy: {**STYLES, **OTHERS}[policy] for policy in policies}
+    """How each is drawn; the first is wide and light, below the others."""
     first, *others = policies
     made: dict[str, Mapping[str, Any]] = {first: {**STYLES["f32"], "label": first}}
-    for policy, color in zip(others, COLORS[: len(others)], strict=True):
-        made[policy] = {**STYLES["bf16"], "color": color, "linewidth": 1.2, "label": policy}
-    return made
+    known = {**STYLES, **OTHERS}
+    for policy in others:
+        recipe = {**RECIPES.get(policy, {}), "linewidth": 1.8, "label": policy}
+        made[policy] = recipe if policy in RECIPES else known[policy]
+    return {**made, first: known[first]} if others[0] not in RECIPES else made
 
 
 def guess(axes: Axes, height: float) -> None:
     """The loss of the best guess that does not look at its input."""
     axes.axhline(height, color="#333333", linewidth=1, linestyle=(0, (5, 3)))
     axes.annotate(
-        "the best constant guess",
+        "best constant guess",
         (1, height),
         xycoords=("axes fraction", "data"),
         xytext=(-4, 4),
         textcoords="offset points",
         ha="right",
-        fontsize=9,
+        fontsize=9.5,
     )
 
 

@@ -1,11 +1,14 @@
 """A picture for light pages and one for dark ones, each with the digest of what it was drawn from.
 
-`NAME.png` is as it was drawn. `NAME-dark.png` is the same on a dark ground: dark and light change
-places, from black on white to light on dark, and hues stay.
+`NAME.png` is as it was drawn. `NAME-dark.png` is the same on a dark ground: each color of the light
+theme becomes its counterpart in the dark theme, so that one color means one thing on both. Of other
+colors, dark and light change places, from black on white to light on dark, and hues stay.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,14 +21,49 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 from benchmarks._images import KEY, dark_path, digest, digest_of_file, pixels
+from docs.generators._draw import THEMES, Theme
 
-PAPER, INK = "#1e2129", "#e2e4e9"
+LIGHT, DARK = THEMES["light"], THEMES["dark"]
+PAPER, INK = DARK.paper, DARK.ink
 """Of dark pages."""
+COUNTERPARTS: Mapping[str, str] = MappingProxyType(
+    {
+        getattr(LIGHT, field.name): getattr(DARK, field.name)
+        for field in dataclasses.fields(Theme)
+        if field.name not in ("ink", "paper")
+    }
+)
+"""Of the colors of the light theme, those of the dark one."""
+WIDTH = 5.0
+"""Of a picture, in inches: text of 10 points has 10 pixels where the picture is 360 wide."""
+PHONE, SMALLEST = 360, 9.0
+"""How wide a picture is on a phone, and how high its text must be there, in pixels."""
 
 
-def save(figure: Figure, path: pathlib.Path, source: Mapping[str, Any], *, dpi: int = 150) -> None:
+def sheet(height: float) -> Figure:
+    """An empty figure of the width that all have."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def small(figure: Figure) -> list[str]:
+    """What cannot be read on a phone: the texts that are smaller than `SMALLEST` there."""
+    # Labels of ticks are only there once it is laid out.
+    figure.draw_without_rendering()
+    scale = PHONE / (72 * figure.get_figwidth())
+    texts = (each for each in figure.findobj(Text) if isinstance(each, Text) and each.get_visible())
+    heights = [(text.get_text(), float(text.get_fontsize()) * scale) for text in texts]
+    return [f"{text!r}: {high:.1f} pixels" for text, high in heights if text and high < SMALLEST]
+
+
+def save(figure: Figure, path: pathlib.Path, source: Mapping[str, Any], *, dpi: int = 200) -> None:
     """Write both pictures. The figure is dark afterwards."""
     path = pathlib.Path(path)
+    if found := small(figure):
+        raise ValueError(
+            f"{path.name} has text that cannot be read on a phone, which shows it {PHONE} pixels "
+            f"wide: {', '.join(found)}. At least {SMALLEST:g} pixels are required: draw the figure "
+            "narrower, or the text larger"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without matplotlib's version: the same report makes the same file.
     metadata = {KEY: digest(source), "Software": None}
@@ -55,6 +93,9 @@ def turn(rgb: np.ndarray) -> np.ndarray:
 def dark(color: Any) -> tuple[float, float, float, float]:
     """One color on a dark ground."""
     rgba = np.array(colors.to_rgba(color))
+    if (other := COUNTERPARTS.get(colors.to_hex(color))) is not None:
+        red, green, blue = colors.to_rgb(other)
+        return red, green, blue, float(rgba[3])
     red, green, blue = np.clip(turn(rgba[:3]), 0, 1).tolist()
     return red, green, blue, float(rgba[3])
 

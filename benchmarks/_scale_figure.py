@@ -6,20 +6,19 @@ from types import MappingProxyType
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks._pictures import save
+from benchmarks._pictures import LIGHT, save, sheet
 from benchmarks._scale_steps import ALL
 from benchmarks._scale_tables import Row, sent
 
-# Colors that stay apart for color-blind readers; lines that lie on one another differ in width.
+# Lines that lie on one another differ in width.
 STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "f32": {"color": "#7a7a7a", "linewidth": 2.5},
-        "bf16": {"color": "#0072b2", "linewidth": 3.5},
-        "f8, flash": {"color": "#e69f00", "linewidth": 2.0},
-        "f8, flash, release": {"color": "#a03c00", "linewidth": 1.5, "linestyle": (0, (3, 2))},
+        "f32": {"color": LIGHT.gray, "linewidth": 2.5},
+        "bf16": {"color": LIGHT.blue, "linewidth": 2.5},
+        "f8, flash": {"color": LIGHT.orange, "linewidth": 3.5},
+        "f8, flash, release": {"color": LIGHT.red, "linewidth": 1.5, "linestyle": (0, (3, 2))},
     }
 )
 LINE = "h100"
@@ -31,22 +30,20 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draw a report of `benchmarks.scale`: lines for GPUs, marks for TPUs."""
     rows = [row for row in made["rows"] if row.get("peak_bytes") is not None]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(9, 6.8), layout="constrained")
+    figure = sheet(7.0)
     panels = figure.subplots(2, len(models), squeeze=False, sharex=True, sharey="row")
-    counts = sorted({row["devices"] for row in rows})
+    counts = sorted({row["devices"] for row in rows if row["target"].startswith(LINE)})
     for column, model in enumerate(models):
         mine = [row for row in rows if row["model"] == model]
         draw(panels[0, column], mine, lambda row: row["peak_bytes"])
         draw(panels[1, column], mine, sent)
-        panels[1, column].set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
+        panels[1, column].set_xticks(counts, [f"{count:,}" for count in counts])
         panels[1, column].minorticks_off()
         panels[1, column].set_xlabel("devices")
         panels[0, column].set_title(f"{model} parameters")
-    panels[0, 0].set_ylabel("peak memory a device (GiB)")
-    panels[1, 0].set_ylabel("sent by a device in a step (GiB)")
-    figure.legend(
-        handles=legend(rows), loc="outside upper center", ncols=4, frameon=False, fontsize=9
-    )
+    panels[0, 0].set_ylabel("peak memory per device (GiB)")
+    panels[1, 0].set_ylabel("sent per device and step (GiB)")
+    figure.legend(handles=legend(rows), loc="outside upper center", ncols=2, frameon=False)
     save(figure, path, made)
 
 
@@ -71,7 +68,7 @@ def draw(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None]) 
                 (value(row) or 0) / 2**30,
                 linestyle="none",
                 marker=mark,
-                markersize=8,
+                markersize=7,
                 zorder=5,
                 markerfacecolor="none",
                 markeredgewidth=1.6,

@@ -173,8 +173,8 @@ def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
         else:
             runs[run["policy"]].append(rows(run["curve"]))
     seeds = len(runs["f32"])
-    title = f"ViT on Fashion-MNIST: mean of {seeds} seeds, band from the lowest to the highest"
-    save(draw_curves(runs, title=title, others=others), path, made, dpi=140)
+    title = f"ViT on Fashion-MNIST: mean of {seeds} seeds,\nband from the lowest to the highest"
+    save(draw_curves(runs, title=title, others=others), path, made)
 
 
 def show(made: Mapping[str, Any], file: TextIO) -> None:

@@ -33,7 +33,6 @@ from benchmarks._images import markdown
 from benchmarks._models import BASE, GPT
 from benchmarks._report import parser, report, table, write
 from examples import _moe
-from halfstep._base import figure_of
 from tests.models import convolutions, gpt
 
 MODULE = "benchmarks.plan"
@@ -230,7 +229,11 @@ def _mib(count: int) -> str:
 def text(result: Mapping[str, Any]) -> str:
     """The table, and what it shows."""
     made = result["bars"]
-    image = markdown("What plans recompute, by their peaks", "plan")
+    image = markdown(
+        "A panel per model: plans with a lower compiled peak mostly recompute more, and those "
+        "with the largest budgets next to nothing",
+        "plan",
+    )
     return (
         f"{image}\n\n{table(lines(result), COLUMNS)}\n\n"
         f"{made['within']} of {made['plans']} plans are within their budgets. {made['good']} use "
@@ -243,33 +246,38 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
-    """What each plan recomputes, by its peak, for every model and target."""
-    from benchmarks._pictures import save
+    """Draw what each plan recomputes, by its peak, for every model and target."""
+    from matplotlib.ticker import PercentFormatter
 
-    figure = figure_of("plans")
+    from benchmarks._pictures import LIGHT, save, sheet
+
     names = list(dict.fromkeys(row["model"] for row in made["rows"]))
-    rows = -(-len(names) // 3)
-    figure.set_size_inches(9, 2.7 * rows)
-    axes = figure.subplots(rows, 3, squeeze=False).ravel()
+    rows = -(-len(names) // 2)
+    figure = sheet(2.1 * rows + 0.5)
+    axes = figure.subplots(rows, 2, squeeze=False, sharey=True).ravel()
+    looks = zip(TARGETS, (LIGHT.blue, LIGHT.orange), "os", strict=True)
+    looks = {target: (color, mark) for target, color, mark in looks}
     for axis, name in zip(axes, names, strict=False):
-        for target, color in zip(TARGETS, ("#0072b2", "#e69f00"), strict=True):
+        for target, (color, mark) in looks.items():
             own = [r for r in made["rows"] if (r["model"], r["target"]) == (name, target)]
-            if not own:
-                continue
             axis.plot(
                 [row["peak_bytes"] / 2**30 for row in own],
-                [row["recomputed_flops"] / 1e12 for row in own],
-                "o-",
+                [100 * row["recomputed_flops"] / row["most_recomputed_flops"] for row in own],
+                marker=mark,
                 color=color,
                 label=target,
             )
-        axis.set_title(name, fontsize=10)
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("compiled peak (GiB)", fontsize=8)
-        axis.set_ylabel("recomputed (TFLOP)", fontsize=8)
-        axis.legend(fontsize=8)
+        axis.set_title(name, fontsize=11)
+        axis.set_ylim(-4, 100)
+        axis.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+        axis.grid(color="#dddddd", linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[len(names) :]:
         axis.set_visible(False)
+    figure.supxlabel("compiled peak (GiB)", fontsize=10)
+    figure.supylabel("recomputed, of what storing nothing recomputes", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
     save(figure, path, made)
 
 

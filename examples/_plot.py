@@ -16,10 +16,10 @@ Record = Mapping[str, Any]
 # float32 is wide and light, so that the other two are seen on top of it.
 STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "f32": {"color": "#a8a8a8", "linestyle": "-", "linewidth": 4.5, "label": "float32"},
-        "bf16": {"color": "#0072b2", "linestyle": "-", "linewidth": 1.8, "label": "bfloat16"},
+        "f32": {"color": "#a8aeb6", "linestyle": "-", "linewidth": 4.5, "label": "float32"},
+        "bf16": {"color": "#0067a5", "linestyle": "-", "linewidth": 1.8, "label": "bfloat16"},
         "f16": {
-            "color": "#d55e00",
+            "color": "#b45f06",
             "linestyle": (0, (2.5, 2.5)),
             "linewidth": 1.8,
             "label": "float16",
@@ -67,7 +67,7 @@ def draw_scales(
         for name, group in scaled.items()
         for index, run in enumerate(group)
     ]
-    lines += [(run, label, "#8a4a78", (0, (4, 1))) for label, run in others.items()]
+    lines += [(run, label, "#b3261e", (0, (4, 1))) for label, run in others.items()]
     for run, label, color, dashes in lines:
         steps, scales = (x.ravel() for x in curve([run], "loss_scale"))
         axes.step(steps, scales, where="post", color=color, ls=dashes, lw=1.4, label=label)
@@ -103,7 +103,7 @@ def plot_curves(
         others: Runs by label whose loss scale is drawn too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_curves(runs, title=title, others=others).savefig(path, dpi=140)
+    draw_curves(runs, title=title, others=others).savefig(path, dpi=200)
 
 
 def draw_curves(
@@ -113,8 +113,9 @@ def draw_curves(
     others: Mapping[str, Sequence[Record]] = MappingProxyType({}),
 ) -> Figure:
     """The picture of the recorded runs of each policy."""
-    figure = Figure(figsize=(12.5, 4.0), layout="constrained")
-    loss_axes, accuracy_axes, scale_axes = figure.subplots(1, 3)
+    # One below the other, and narrow: so it can also be read on a phone.
+    figure = Figure(figsize=(5.0, 8.0), layout="constrained")
+    loss_axes, accuracy_axes, scale_axes = figure.subplots(3, 1)
     for name, group in runs.items():
         steps, losses = curve(group, "loss")
         draw(loss_axes, steps, smooth(losses, 5), STYLES[name])
@@ -133,32 +134,32 @@ def draw_curves(
         axes.set_xlim(0, max(axes.get_xlim()[1], 1))
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
+    figure.suptitle(title, wrap=True)
     return figure
 
 
 def plot_run(records: Sequence[Record], path: pathlib.Path, *, title: str) -> None:
-    """Draw the losses and the loss scale of one run, in bits a byte, and write the picture.
+    """Draw the losses and the loss scale of one run, in bits per byte, and write the picture.
 
     Args:
         records: The run's.
         path: The PNG.
         title: A line above the picture.
     """
-    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-    loss_axes, scale_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure = Figure(figsize=(5.0, 5.4), layout="constrained")
+    loss_axes, scale_axes = figure.subplots(2, 1, height_ratios=(3, 2))
     steps, losses = curve([records], "loss")
     bits = losses / np.log(2)
-    loss_axes.plot(steps, bits[0], color="#0072b2", alpha=0.25, linewidth=1)
-    draw(loss_axes, steps, smooth(bits, 5), {"color": "#0072b2", "label": "training"})
+    loss_axes.plot(steps, bits[0], color="#0067a5", alpha=0.25, linewidth=1)
+    draw(loss_axes, steps, smooth(bits, 5), {"color": "#0067a5", "label": "training"})
     steps, held_out = curve([records], "held_out_loss")
-    loss_axes.plot(steps, held_out[0] / np.log(2), "o-", color="#d55e00", ms=4, label="held out")
-    loss_axes.set_title("Bits a byte")
+    loss_axes.plot(steps, held_out[0] / np.log(2), "o-", color="#b45f06", ms=4, label="held out")
+    loss_axes.set_title("Bits per byte")
     loss_axes.legend(frameon=False)
     steps, scales = curve([records], "loss_scale")
-    scale_axes.step(steps, scales[0], where="post", color="#0072b2")
+    scale_axes.step(steps, scales[0], where="post", color="#0067a5")
     skipped = np.diff(curve([records], "skipped")[1][0], prepend=0) > 0
-    dots = {"color": "#d55e00", "label": f"steps skipped: {records[-1]['skipped']}"}
+    dots = {"color": "#b45f06", "label": f"steps skipped: {records[-1]['skipped']}"}
     scale_axes.plot(steps[skipped], scales[0][skipped], "o", ms=4, **dots)
     scale_axes.set_yscale("log", base=2)
     scale_axes.set_ylim(scales.min() / 4, 4 * scales.max())
@@ -169,6 +170,6 @@ def plot_run(records: Sequence[Record], path: pathlib.Path, *, title: str) -> No
         axes.set_xlim(0, max(axes.get_xlim()[1], 1))
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
+    figure.suptitle(title, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=200)

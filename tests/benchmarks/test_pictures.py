@@ -6,11 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from benchmarks import _numbers, pictures, render
+from benchmarks import _dots, _numbers, pictures, render
 from benchmarks._images import dark_path, digest, pixels, source_of
-from benchmarks._pictures import INK, PAPER, dark, save
+from benchmarks._pictures import INK, PAPER, dark, save, sheet
+from docs.generators._draw import THEMES
 
 
 def test_every_picture_is_of_its_result():
@@ -52,8 +54,56 @@ def test_other_pictures_are_noticed(copied: pathlib.Path):
     assert len(pictures.stale()) == 2
 
 
+@pytest.mark.parametrize("name", pictures.DRAWN)
+def test_drawn_again_it_is_the_same(name: str, tmp_path: pathlib.Path, monkeypatch):
+    """Also what draws them has not changed since; `save` looks at the sizes of all texts."""
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    kept = pathlib.Path(pictures.__file__).parents[1] / "docs" / "images"
+    pictures.draw(name)
+    for path in (tmp_path / f"{name}.png", tmp_path / f"{name}-dark.png"):
+        new, old = (pixels(folder / path.name).astype(float) for folder in (tmp_path, kept))
+        assert new.shape == old.shape
+        # Other versions of the font's renderer differ at the edges of letters.
+        assert np.abs(new - old).mean() < 1, f"draw it again: python -m benchmarks.pictures {name}"
+
+
+@pytest.mark.parametrize("name", (*pictures.DRAWN, *pictures.SHOWN))
+def test_the_dark_one_is_dark(name: str):
+    light, black = (pixels(pictures.IMAGES / f"{name}{end}.png") for end in ("", "-dark"))
+    assert light.shape == black.shape
+    assert np.median(light) > 200
+    assert np.median(black) < 60
+
+
+def test_text_that_a_phone_makes_too_small_is_refused(tmp_path: pathlib.Path):
+    figure = sheet(2)
+    axes = figure.add_subplot()
+    axes.set_title("large enough", fontsize=9)
+    save(figure, tmp_path / "picture.png", {})
+    axes.set_title("tiny", fontsize=8.9)
+    with pytest.raises(ValueError, match=r"cannot be read on a phone.*'tiny': 8.9 pixels"):
+        save(figure, tmp_path / "picture.png", {})
+    wide = Figure(figsize=(10, 2))
+    wide.add_subplot()
+    with pytest.raises(ValueError, match="draw the figure narrower"):
+        save(wide, tmp_path / "picture.png", {})
+
+
+def test_one_color_means_one_thing_on_both():
+    for name in ("blue", "orange", "green", "red", "gray"):
+        light, black = (getattr(theme, name) for theme in (THEMES["light"], THEMES["dark"]))
+        assert to_hex(dark(light)) == black
+        assert dark((*to_rgb(light), 0.25)) == (*to_rgb(black), 0.25)
+
+
+def test_a_recipe_that_is_far_away_does_not_hide_the_others():
+    rows = [{"final_percent": percent} for percent in (-0.1, 0.2, 0.3, 3.0)]
+    assert _dots.near(rows) == rows[:3]
+    assert _dots.near(rows[:3]) == rows[:3]
+
+
 def test_both_are_written(tmp_path: pathlib.Path):
-    figure = Figure(figsize=(2, 2))
+    figure = Figure(figsize=(4, 4))
     axes = figure.add_subplot()
     axes.plot([0, 1], color="black", marker="o", markerfacecolor="white")
     axes.fill_between([0, 1], [1, 2], color="#0072b2")
