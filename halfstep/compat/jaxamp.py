@@ -1,26 +1,28 @@
 """Provide jaxamp 0.0.4's names: `import halfstep.compat.jaxamp as jaxamp` is the whole migration.
 
 `amp` is halfstep's autocast, which has jaxamp's precision functions as rules. The scaler's state is
-halfstep's loss scaling with jaxamp's constructor, so `halfstep.filter_grad` takes it as well.
-Mistakes of jaxamp are corrected here; the migration guide lists each difference.
+a named tuple, as in jaxamp. Mistakes of jaxamp are corrected here; the migration guide lists each
+difference.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import Array
 
-from halfstep import _training
-from halfstep._autocast import rewritten, settings_of
-from halfstep._base import DTypeLike, varying_axes
+from halfstep import _program, _training
+from halfstep._autocast import CONTRACTIONS, rewritten, settings_of
+from halfstep._base import DTypeLike, at_least_float32, is_inexact, varying_axes
 from halfstep._policy import (
     Operation,
     Policy,
@@ -30,7 +32,7 @@ from halfstep._policy import (
     is_castable,
 )
 from halfstep._training import vary
-from halfstep.compat._scale import CEILING, power_of_two_below
+from halfstep.compat._scale import CEILING
 
 __all__ = (
     "DynamicLossScaler",
@@ -39,6 +41,7 @@ __all__ = (
     "amp_stop",
     "default_amp_policy",
     "dynamic_scale_grad",
+    "dynamic_scale_tx",
     "dynamic_scale_value_and_grad",
     "use_compute_precision",
     "use_original_precision",
@@ -53,8 +56,17 @@ T = TypeVar("T")
 AmpPolicy = Mapping[Any, PrecisionFunction]
 """Precision functions by primitive, or by the name of a `jax.named_scope`."""
 
-_Scaling = _training.AbstractLossScaling
-_STOP = "amp_stop"
+_STOP, _DEFAULT = "amp_stop", "amp_default"
+# Loops, branches and calls. They have no precision of their own, so that an entry for "everything
+# else" is for the operations inside them.
+_CALLS = frozenset(
+    name
+    for kind in (
+        *(_program.Cond, _program.While, _program.Scan, _program.Jit, _program.Remat),
+        *(_program.ShardMap, _program.CustomJvp, _program.CustomVjp, _program.CustomVmap),
+    )
+    for name in kind.names
+)
 
 
 # Precision functions.
@@ -102,19 +114,34 @@ def use_original_precision(
     return tuple(cast_tree(x, dtype) if is_castable(x) else x for x, dtype in pairs), bind_params
 
 
+def _use_table(
+    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    # As the entry "amp_default" this function stands for the table of `halfstep.autocast`, which no
+    # function of one operation's operands can express. Everywhere else it is what jaxamp has there.
+    return use_original_precision(compute_dtype, original_dtypes, *invars, **bind_params)
+
+
 # Precision functions that stand for one of halfstep's outcomes are replaced by it. An outcome knows
 # more than a function of operands can: gradients of parameters add up in float32, and whole loops
 # can be left as they are written.
 def _outcome(function: PrecisionFunction) -> Any:
     if function is use_compute_precision:
         return "compute"
-    return "float32" if function is use_original_precision else function
+    return "float32" if function in (use_original_precision, _use_table) else function
 
 
-default_amp_policy: AmpPolicy = MappingProxyType(
-    dict.fromkeys((_STOP, "amp_step", "amp_default"), use_original_precision)
+_STOPS = MappingProxyType(dict.fromkeys((_STOP, "amp_step"), use_original_precision))
+default_amp_policy: MappingProxyType[Any, PrecisionFunction] = MappingProxyType(
+    {
+        jax.lax.dot_general_p: use_compute_precision,
+        jax.lax.conv_general_dilated_p: use_compute_precision,
+        **_STOPS,
+        _DEFAULT: _use_table,
+    }
 )
-"""The scopes that stop `amp`. The table of `halfstep.autocast` decides everything else."""
+"""Contractions in the compute dtype, and the scopes that stop `amp`. The table of
+`halfstep.autocast` decides everything else. Add entries by `default_amp_policy | {...}`."""
 
 
 # Policies.
@@ -132,12 +159,14 @@ def amp(
         fun: Any function that can be traced; its first argument holds the parameters. Without it, a
             decorator is returned.
         compute_dtype: The low-precision dtype.
-        amp_policy: Differences from the table of `halfstep.autocast`. Keys are JAX's primitives
+        amp_policy: Which operations run in which precision. Keys are JAX's primitives
             (`jax.lax.add_p`), or the names of `jax.named_scope`s. The outermost active scope wins,
             and any scope comes before a primitive. Values are functions
-            `(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)`. An
-            entry that matches nothing in `fun` is not an error. The entries of
-            `default_amp_policy` apply unless they are replaced.
+            `(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)`. The
+            entry `"amp_default"` is for operations that no other entry is for; without it, they run
+            in their original precision, contractions included. `default_amp_policy | {...}` adds
+            entries to the default. An entry that matches nothing in `fun` is not an error. The
+            scopes `"amp_stop"` and `"amp_step"` stop `amp` unless their entries are replaced.
 
     Returns:
         A function of the same arguments. Its results have the dtypes that they have without `amp`.
@@ -208,8 +237,10 @@ def _outermost(scope: str, names: Sequence[str]) -> str | None:
 
 
 def _rules(amp_policy: Mapping[Any, Any]) -> Iterator[PrecisionRule]:
-    entries = {**default_amp_policy, **amp_policy}
+    entries = {**_STOPS, _DEFAULT: use_original_precision, **amp_policy}
+    by_table = entries[_DEFAULT] is _use_table
     scopes = tuple(key for key in entries if isinstance(key, str))
+    named: set[str] = set()
     for key, function in entries.items():
         if not isinstance(key, str | Primitive):
             raise TypeError(
@@ -222,65 +253,171 @@ def _rules(amp_policy: Mapping[Any, Any]) -> Iterator[PrecisionRule]:
                 f"**bind_params) -> (invars, bind_params); got {function!r} for {key!r}."
             )
         name = None if isinstance(key, str) else key.name
+        named.add(name or "")
+        if by_table and name in CONTRACTIONS and function is use_compute_precision:
+            continue  # The table says so, and knows exceptions, such as a product with a mask.
         scope = key if isinstance(key, str) else None
         where = _Entry(scope, scopes, function is use_compute_precision)
         yield PrecisionRule(_outcome(function), op=name, where=where)
+    # The first rule that matches is used, so these are for operations without an entry.
+    if not by_table:
+        yield PrecisionRule(_outcome(entries[_DEFAULT]), where=_is_no_call)
+        return
+    # JAX has no public names for ragged products; they go with all other products.
+    ragged = CONTRACTIONS - {"dot_general", "conv_general_dilated"}
+    for name in CONTRACTIONS - named - (ragged if "dot_general" in named else set()):
+        yield PrecisionRule("float32", op=name)
+
+
+def _is_no_call(operation: Operation) -> bool:
+    return operation.primitive not in _CALLS
 
 
 # Loss scaling.
 
 
-class DynamicScalerState(_training.DynamicLossScaling):
-    """halfstep's `DynamicLossScaling` with jaxamp's constructor.
+class DynamicScalerState(NamedTuple):
+    """The state of a dynamic loss scaler, a named tuple of numbers.
 
-    Args:
-        patience: Good steps in a row before the scaler grows.
-        adjust_factor: The factor by which the scaler grows and shrinks, a power of two.
-        scaler: The initial scale, rounded down to a power of two. The scale never falls below 1, or
-            below its initial value if that is smaller.
-        count: Good steps so far, to continue a run.
+    Attributes:
+        patience: The scaler grows in the step after so many good steps in a row.
+        adjust_factor: The factor by which the scaler grows and shrinks.
+        scaler: The current scaler. It stays between 1, or its initial value if that is smaller, and
+            2**126. Powers of two scale without rounding.
+        count: Good steps since the scaler last changed.
+        total_resets: Steps so far that were not finite.
     """
 
-    def __init__(
-        self, patience: Any = 2000, adjust_factor: Any = 2.0, scaler: Any = 2.0**15, count: Any = 0
-    ):
-        initial = _training.power_of_two(power_of_two_below(scaler, "scaler"), "scaler")
-        if patience != int(patience) or patience < 1:
-            raise ValueError(f"`patience` must be an integer, 1 or more; got {patience}.")
-        super().__init__(
-            initial,
-            min(1.0, initial),
-            CEILING,
-            period=int(patience),
-            factor=_training.power_of_two(adjust_factor, "adjust_factor"),
-        )
-        # jaxamp counts one step further before the scaler grows, so that one of its states may have
-        # reached its patience.
-        self.counter = jnp.asarray(min(int(count), self.period - 1), jnp.int32)
-
-    @property
-    def patience(self) -> int:
-        """Good steps in a row before the scaler grows."""
-        return self.period
-
-    @property
-    def adjust_factor(self) -> float:
-        """The factor by which the scaler grows and shrinks."""
-        return self.factor
-
-    @property
-    def scaler(self) -> Array:
-        """The scale, in float32."""
-        return self.loss_scaling
-
-    @property
-    def count(self) -> Array:
-        """Good steps since the scaler last changed."""
-        return self.counter
+    # NumPy's numbers: JAX's would start its backend when this module is imported, and Python's
+    # would be weakly typed, so that the second step would be compiled again.
+    patience: Any = np.int32(2000)
+    adjust_factor: Any = np.float32(2.0)
+    scaler: Any = np.float32(2.0**15)
+    count: Any = np.int32(0)  # pyright: ignore[reportIncompatibleMethodOverride]
+    total_resets: Any = np.int32(0)
 
 
 DynamicLossScaler = DynamicScalerState
 """The name of `DynamicScalerState` in the first example of jaxamp's README."""
+
+
+def _checked(state: object) -> DynamicScalerState:
+    """Return a state with arrays of the dtypes that the next state has."""
+    if not isinstance(state, DynamicScalerState):
+        raise TypeError(
+            "`dynamic_scaler_state` must be a DynamicScalerState, given by name; got "
+            f"{type(state).__name__}. Pass the one of the last step, and DynamicScalerState() to "
+            "the first."
+        )
+    patience, factor, scaler, count, resets = state
+    # Numbers of the host only: to read an array would wait for the device in every step.
+    if _is_number(patience) and (patience != int(patience) or patience < 0):
+        raise ValueError(f"`patience` must be an integer, 0 or more; got {patience}.")
+    if _is_number(factor) and not factor > 1:
+        raise ValueError(f"`adjust_factor` must be above 1; got {factor}.")
+    if _is_number(scaler) and not 0 < scaler < math.inf:
+        raise ValueError(f"`scaler` must be a finite number above 0; got {scaler}.")
+    given = getattr(scaler, "dtype", np.dtype(np.float32))
+    wide = at_least_float32(given) if jnp.issubdtype(given, jnp.floating) else np.float32
+    return DynamicScalerState(
+        jnp.asarray(patience, jnp.int32),
+        jnp.asarray(factor, wide),
+        jnp.asarray(scaler, wide),
+        jnp.asarray(count, jnp.int32),
+        jnp.asarray(resets, jnp.int32),
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating)
+
+
+def _adjusted(state: DynamicScalerState, finite: Array) -> DynamicScalerState:
+    """Return the state for the next step."""
+    grow = finite & (state.count >= state.patience)
+    scaler, factor = state.scaler, state.adjust_factor
+    # Without limits the scaler could become 0 or infinite, and would stay so.
+    grown = jnp.minimum(scaler * factor, CEILING)
+    shrunk = jnp.maximum(scaler / factor, jnp.minimum(scaler, 1.0))
+    return state._replace(
+        scaler=jnp.where(finite, jnp.where(grow, grown, scaler), shrunk),
+        count=jnp.where(finite & ~grow, state.count + 1, 0),
+        total_resets=state.total_resets + jnp.where(finite, 0, 1),
+    )
+
+
+def _scaled(result: Any, state: DynamicScalerState) -> Any:
+    """Scale a function's result; of `(value, aux)`, the value."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return _multiplied(result[0], state.scaler), result[1]
+    return _multiplied(result, state.scaler)
+
+
+def _unscaled(results: Any, state: DynamicScalerState) -> Any:
+    """Unscale everything that a transformation returns."""
+    return _multiplied(results, 1.0 / state.scaler)
+
+
+def _multiplied(tree: T, factor: Array) -> T:
+    # In float32 or wider: a product in 16 bits could leave the range of its format.
+    def multiplied(leaf: Any) -> Any:
+        if not is_inexact(leaf):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        wide = at_least_float32(leaf.dtype)
+        return leaf.astype(wide) * factor.astype(wide)
+
+    return jtu.tree_map(multiplied, tree)
+
+
+def _count(redo_on_nan: int) -> int:
+    if redo_on_nan != int(redo_on_nan) or redo_on_nan < 0:
+        raise ValueError(f"`redo_on_nan` is an integer, 0 or more; got {redo_on_nan}.")
+    return int(redo_on_nan)
+
+
+def dynamic_scale_tx(
+    transform: Callable[..., Any],
+    redo_on_nan: int = 0,
+    unscale_fn: Callable[[Any, Any], Any] = _unscaled,
+    scale_fn: Callable[[Any, Any], Any] = _scaled,
+) -> Callable[..., Callable[..., tuple[Any, Any]]]:
+    """Apply a dynamic loss scaler to any transformation of functions, such as `jax.jacrev`.
+
+    Args:
+        transform: The transformation: a function of a function and of other arguments that returns
+            a function. Its results must be linear in the function's result.
+        redo_on_nan: How often results that are not finite are recomputed, each time with the scaler
+            that the last attempt has left.
+        unscale_fn: A function `(results, state) -> results` of the transformed function's results
+            and a `DynamicScalerState`. The default divides every inexact leaf by the scaler, an
+            auxiliary output included.
+        scale_fn: A function `(result, state) -> result` of the original function's result. The
+            default multiplies its inexact leaves by the scaler; of a tuple `(value, aux)`, those of
+            the value.
+
+    Returns:
+        A function of a function and of the other arguments of `transform`. It returns a function of
+        the same arguments and of `dynamic_scaler_state`, by name, that returns
+        `(dynamic_scaler_state, results)`.
+    """
+    limit = _count(redo_on_nan)
+
+    def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        def attempt(
+            state: DynamicScalerState, given: tuple[Any, ...], kwds: dict[str, Any]
+        ) -> tuple[DynamicScalerState, Array, Any]:
+            @functools.wraps(fun)
+            def scaled(*given: Any, **kwds: Any) -> Any:
+                return scale_fn(fun(*given, **kwds), state)
+
+            results = unscale_fn(transform(scaled, *args, **kwargs)(*given, **kwds), state)
+            finite = _training.all_finite(results)
+            return _adjusted(state, finite), ~finite, results
+
+        return _attempted(attempt, fun, limit)
+
+    return scaled_transform
 
 
 def dynamic_scale_value_and_grad(
@@ -310,46 +447,28 @@ def dynamic_scale_value_and_grad(
         `(dynamic_scaler_state, (value, grads))`, where `value` is `(loss, aux)` with `has_aux`.
         Gradients are unscaled, in float32 or wider.
     """
-    if redo_on_nan != int(redo_on_nan) or redo_on_nan < 0:
-        raise ValueError(f"`redo_on_nan` is an integer, 0 or more; got {redo_on_nan}.")
+    limit = _count(redo_on_nan)
     transform: Callable[..., Any] = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
     def attempt(
-        state: _Scaling, args: tuple[Any, ...], kwds: dict[str, Any]
-    ) -> tuple[_Scaling, Array, Any]:
+        state: DynamicScalerState, args: tuple[Any, ...], kwds: dict[str, Any]
+    ) -> tuple[DynamicScalerState, Array, Any]:
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             result = fun(*args, **kwds)
             loss, _ = result if has_aux else (result, None)
-            return state.scale(loss), result
+            return _multiplied(loss, state.scaler), result
 
         # The result is passed through as auxiliary output, so that the returned value was never
         # scaled.
         (_, result), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
-        grads = state.unscale(grads)
+        grads = _unscaled(grads, state)
         loss_finite = _training.all_finite(result[0] if has_aux else result)
         finite = loss_finite & _training.all_finite(grads)
         # The attempt is repeated only if the loss is finite and gradients are not: a smaller scale
         # helps only against an overflow in the backward pass.
-        return state.adjust(finite), loss_finite & ~finite, (result, grads)
+        return _adjusted(state, finite), loss_finite & ~finite, (result, grads)
 
-    @functools.wraps(fun)
-    def value_and_grad(
-        *args: Any, dynamic_scaler_state: _Scaling | None = None, **kwds: Any
-    ) -> tuple[_Scaling, Any]:
-        if not isinstance(dynamic_scaler_state, _training.AbstractLossScaling):
-            raise TypeError(
-                "`dynamic_scaler_state` must be a DynamicScalerState, given by name; got "
-                f"{type(dynamic_scaler_state).__name__}. Pass the one of the last step, and "
-                "DynamicScalerState() to the first."
-            )
-        if not redo_on_nan:
-            state, _, result = attempt(dynamic_scaler_state, args, kwds)
-            return state, result
-        return _repeated(attempt, dynamic_scaler_state, (args, kwds), int(redo_on_nan) + 1)
-
-    # The signature is not that of `fun`: it has one more argument.
-    del value_and_grad.__wrapped__
-    return value_and_grad
+    return _attempted(attempt, fun, limit)
 
 
 def dynamic_scale_grad(
@@ -385,6 +504,28 @@ def dynamic_scale_grad(
     return grad
 
 
+def _attempted(
+    attempt: Callable[..., tuple[DynamicScalerState, Array, Any]],
+    fun: Callable[..., Any],
+    redo_on_nan: int,
+) -> Callable[..., tuple[DynamicScalerState, Any]]:
+    """Return a function of the state, by name, and of `fun`'s arguments."""
+
+    @functools.wraps(fun)
+    def attempted(
+        *args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwds: Any
+    ) -> tuple[DynamicScalerState, Any]:
+        state = _checked(dynamic_scaler_state)
+        if not redo_on_nan:
+            state, _, results = attempt(state, args, kwds)
+            return state, results
+        return _repeated(attempt, state, (args, kwds), redo_on_nan + 1)
+
+    # The signature is not that of `fun`: it has one more argument.
+    del attempted.__wrapped__
+    return attempted
+
+
 def _repeated(
     attempt: Callable[..., tuple[T, Array, Any]], state: T, call: tuple[Any, ...], limit: int
 ) -> tuple[T, Any]:
@@ -408,7 +549,6 @@ def _repeated(
         state, again, arrays = once(state, given)
         return state, number + 1, again, arrays
 
-    state = jtu.tree_map(jnp.asarray, state)
     # The carry needs a first value of the right types, which no attempt has made yet.
     _, _, shapes = jax.eval_shape(once, state, given)
     blank = jtu.tree_map(_blank, shapes)
