@@ -33,6 +33,7 @@ from halfstep._base.display import (
     size as size,
     type_of as type_of,
     with_values as with_values,
+    wrapped as wrapped,
 )
 from halfstep._base.formats import (
     FORMATS as FORMATS,

@@ -2,13 +2,15 @@
 
 import abc
 import html as escaping
+import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -201,23 +203,91 @@ def number_of(count: int, name: str) -> str:
     return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
 
 
-def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool]) -> str:
+def aligned(
+    rows: Sequence[Sequence[str]], numbers: Sequence[bool], *, keys: int = 1, split: bool = True
+) -> str:
     """Align the cells of rows in columns, with numbers to the right.
 
-    In a terminal that is too narrow, the widest columns of text are shortened. In a file or a pipe
-    nothing is shortened.
+    In a file or a pipe nothing is shortened. In a terminal that is too narrow, tables of text alone
+    are wrapped. In other tables, the widest columns of text are shortened, and if that is not
+    enough, columns go below the others.
+
+    Args:
+        rows: The cells, all rows of the same length. The first row may be the headings.
+        numbers: Whether each column is a number. Numbers are never shortened.
+        keys: How many columns, from the left, say what a row is about. They are never shortened,
+            and are repeated if columns go below.
+        split: Whether columns may go below.
     """
-    # Programs without a console, such as services on Windows, have no standard output at all.
     widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
-    if sys.stdout is not None and sys.stdout.isatty():
-        widths = _fitted(widths, numbers, shutil.get_terminal_size().columns)
-    lines = []
-    for row in rows:
-        cells = [
-            shortened(cell, width).rjust(width) if number else shortened(cell, width).ljust(width)
-            for cell, width, number in zip(row, widths, numbers, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
+    room = _room()
+    if room is None or _total(widths) <= room:
+        return "\n".join(_line(row, widths, numbers) for row in rows)
+    if not any(numbers):
+        fitted = _fitted(widths, numbers, room, keys)
+        return "\n".join(line for row in rows for line in _wrapped_row(row, fitted, numbers))
+    if split and _total(_fitted(widths, numbers, room, keys)) > room:
+        parts = _parts(widths, room, keys)
+    else:
+        parts = [[*range(len(widths))]]
+    tables = []
+    for part in parts:
+        kinds = [numbers[at] for at in part]
+        fitted = _fitted([widths[at] for at in part], kinds, room, keys)
+        tables.append("\n".join(_line([row[at] for at in part], fitted, kinds) for row in rows))
+    return "\n\n".join(tables)
+
+
+def _room() -> int | None:
+    """Return the columns of the terminal; `None` if the output goes elsewhere."""
+    # Programs without a console, such as services on Windows, have no standard output at all.
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _line(row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]) -> str:
+    cells = [
+        shortened(cell, width).rjust(width) if number else shortened(cell, width).ljust(width)
+        for cell, width, number in zip(row, widths, numbers, strict=True)
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _wrapped_row(
+    row: Sequence[str], widths: Sequence[int], numbers: Sequence[bool]
+) -> Iterator[str]:
+    cells = [
+        textwrap.wrap(cell, width, break_on_hyphens=False)
+        for cell, width in zip(row, widths, strict=True)
+    ]
+    for parts in itertools.zip_longest(*cells, fillvalue=""):
+        yield _line(parts, widths, numbers)
+
+
+def wrapped(text: str) -> str:
+    """Wrap the lines that are longer than the terminal, and keep their indentation."""
+    room = _room()
+    if room is None:
+        return text
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= room:
+            lines.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines += textwrap.wrap(
+            line,
+            room,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            # A path or a command that is broken cannot be copied.
+            break_long_words=False,
+        )
     return "\n".join(lines)
 
 
@@ -226,17 +296,32 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 2]}.."
 
 
-def _fitted(widths: Sequence[int], numbers: Sequence[bool], room: int) -> list[int]:
+def _fitted(widths: Sequence[int], numbers: Sequence[bool], room: int, keys: int) -> list[int]:
     """Return column widths that fit next to each other; the widest columns of text shrink."""
     fitted = list(widths)
-    texts = [at for at, number in enumerate(numbers) if not number]
-    while sum(fitted) + 2 * (len(fitted) - 1) > room:
+    texts = [at for at, number in enumerate(numbers) if not number and at >= keys]
+    while _total(fitted) > room:
         # Numbers are never cut: a wrong digit count is worse than a line that wraps.
         widest = max(texts, key=lambda at: fitted[at], default=None)
         if widest is None or fitted[widest] <= _NARROWEST:
             break
         fitted[widest] -= 1
     return fitted
+
+
+def _parts(widths: Sequence[int], room: int, keys: int) -> list[list[int]]:
+    """Divide columns into tables that fit, each with the columns that name a row."""
+    first = [*range(keys)]
+    others = range(keys, len(widths))
+    # Where nothing but these columns fits, they would be repeated for each of the others.
+    if any(_total([*widths[:keys], min(widths[at], _NARROWEST)]) > room for at in others):
+        return [[*first, *others]]
+    parts = [first]
+    for at in others:
+        if parts[-1] != first and _total([widths[one] for one in (*parts[-1], at)]) > room:
+            parts.append(first)
+        parts[-1] = [*parts[-1], at]
+    return parts
 
 
 def html_table(

@@ -354,7 +354,9 @@ def _table(entries: Sequence[ExplainEntry], *, full: bool) -> str:
         for _, row in made
     ]
     head = [heading for heading, _ in _HEADINGS]
-    text, *lines = aligned([head, *shown], [number for _, number in _HEADINGS]).split("\n")
+    numbers = [number for _, number in _HEADINGS]
+    # One line for each row, because the sources go between them.
+    text, *lines = aligned([head, *shown], numbers, split=False).split("\n")
     # Each source line is a heading above its operations.
     above = ""
     for (source, _), line in zip(made, lines, strict=True):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, runtime_checkable
 
+from halfstep._base import wrapped
 from halfstep._policy import Policy
 
 
@@ -112,7 +113,7 @@ def answer(arguments: argparse.Namespace, text: str, json: str) -> None:
         sys.stdout.write(f"{json}\n")
         return
     if text:
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{wrapped(text)}\n")
     if arguments.json:
         write(arguments.json, f"{json}\n")
 

@@ -131,7 +131,8 @@ def _explained(arguments: argparse.Namespace) -> ExplainReport:
             loss, arguments.policy, min_bytes=arguments.min_bytes, values=arguments.values
         )(*args)
     text = f"{report}\n\n{report.table(full=True)}" if arguments.full else str(report)
-    answer(arguments, text, report.to_json())
+    # In a terminal, the table is asked for by an option.
+    answer(arguments, text.replace("table(full=True)", "--full"), report.to_json())
     if arguments.html:
         write(arguments.html, _page(report))
     return report

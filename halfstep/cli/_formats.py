@@ -17,9 +17,10 @@ from halfstep._policy import RECIPES
 from halfstep.cli._command import Commands, add_command, add_json, answer, kept_apart
 
 _DESCRIPTION = """\
-Print the number formats: how many bits, the largest and the smallest number, and
-the distance from 1 to the next one (eps). A policy names the first ones; those of
-8 and 4 bits belong to recipes such as f8, which keep a scale next to each array.
+Print the number formats: how many bits, the largest and the smallest number,
+and the distance from 1 to the next one (eps). A policy names the first ones;
+those of 8 and 4 bits belong to recipes such as f8, which keep a scale next to
+each array.
 
 With numbers, print how each format stores them: rounded to the nearest, as the
 hardware does, without a scale.
@@ -205,7 +206,14 @@ def _of_number(text: str, rows: Sequence[Stored]) -> str:
     for row in rows:
         error = "-" if row.error is None else f"{row.error:.2g}"
         lines.append([row.format, f"{row.value:.17g}", error, row.note, row.bits])
-    return f"{text}\n{aligned(lines, [False, True, True, False, False])}"
+    # Bits count as a number: they are useless if they are cut.
+    return f"{text}\n{aligned(_ljusted(lines), [False, True, True, False, True])}"
+
+
+def _ljusted(lines: list[list[str]]) -> list[list[str]]:
+    """Pad the last column, so that it begins at the left."""
+    width = max(len(line[-1]) for line in lines)
+    return [[*line[:-1], line[-1].ljust(width)] for line in lines]
 
 
 def _number(text: str) -> tuple[str, Fraction]:

@@ -36,7 +36,8 @@ exit status, for scripts and CI:
   1  no: there is an answer, and it is in the output
   2  no answer: something was mistyped, is missing, or went wrong
 
-Every command that answers has --json FILE; with - it prints JSON and nothing else.
+Every command that answers has --json FILE; --json - prints JSON and nothing
+else.
 """
 
 SHELLS = ("bash", "zsh", "fish")

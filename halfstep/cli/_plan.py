@@ -31,23 +31,23 @@ Find a policy with which a training step fits into a memory budget, at the least
 cost: what is kept for the backward pass in 16 bits, in fewer, on the host, and
 what is recomputed.
 
-MAKE_STEP is as for "halfstep preflight": it is called with policy=, and returns a
-step and its arguments (arrays or jax.ShapeDtypeStructs):
+MAKE_STEP is as for "halfstep preflight": it is called with policy=, and returns
+a step and its arguments (arrays or jax.ShapeDtypeStructs):
 
     def make_step(policy="f32"):
         ...
         return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, images)
 
 8 and 4 bits change gradients, so they are used only with --max-gradient-error
-0.02, say, which is measured on what --batches train.py:batches returns: a list of
-arguments with real arrays.
+0.02, say, which is measured on what --batches train.py:batches returns: a list
+of arguments with real arrays.
 
 The exit status is 0 for a plan, 1 if none fits, and 2 if something went wrong.
 """
 
 _EXAMPLE = """\
 halfstep plan train.py:make_step --target h100 --budget 40GiB
-halfstep plan train.py:make_step --target rtx4090 --out plan.toml --plot front.png
+halfstep plan train.py:make_step --target rtx4090 --out plan.toml --plot a.png
 halfstep plan train.py:make_step --target v5e --budget 80%
 """
 

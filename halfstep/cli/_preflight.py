@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, get_args
 
+from halfstep._base import wrapped
 from halfstep._explain import LintError
 from halfstep._preflight import (
     DoesNotFitError,
@@ -48,8 +49,8 @@ It can also be a report that --json has saved, report.json, which is shown as it
 is. --compare says what changed since an earlier report.
 
 The exit status is 0, 1 if something does not fit (with --require-fit; or with
---largest-batch if no batch does), is not in 8 bits (with --f8) or got worse (with
---fail-if-worse), and 2 after an error.
+--largest-batch if no batch does), is not in 8 bits (with --f8) or got worse
+(with --fail-if-worse), and 2 after an error.
 """
 
 _EXAMPLE = """\
@@ -79,10 +80,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--target",
-        type=target,
-        action="append",
+        type=_targets,
+        action="extend",
         default=[],
-        help="such as h100, h100:8, v5e:2x2; repeatable",
+        help="such as h100, h100:8, v5e:2x2; several with commas, or repeatable",
     )
     parser.add_argument(
         "--policy",
@@ -331,6 +332,10 @@ def target(text: str) -> Target:
         raise argparse.ArgumentTypeError(f"{error}") from error
 
 
+def _targets(text: str) -> list[Target]:
+    return [target(part) for part in _texts(text)]
+
+
 def _texts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -367,4 +372,4 @@ def _percent(text: str) -> float:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{wrapped(text)}\n")

@@ -138,6 +138,12 @@ def test_a_sweep_over_targets_policies_and_batches(run: Run, compiles: list):
     assert [call["target"] for call in compiles] == ["h100"] * 4 + ["v5e"] * 4
 
 
+def test_targets_with_commas(run: Run, compiles: list):
+    status, _, err = run(f"{STEPS}:make_step", "--target", "h100, v5e", "--target", "l4")
+    assert (status, err) == (0, "")
+    assert [call["target"] for call in compiles] == ["h100", "v5e", "l4"]
+
+
 def test_defaults_of_make_step(run: Run, compiles: list):
     status, out, _ = run(f"{STEPS}:make_step", "--target", "h100")
     assert status == 0

@@ -110,7 +110,7 @@ class PreflightComparison(Report):
         if rows:
             numbers = [heading != "what" for heading in _HEADINGS]
             numbers = [False] * (len(rows[0]) - len(numbers)) + numbers
-            parts.append(aligned(rows, numbers))
+            parts.append(aligned(rows, numbers, keys=numbers.index(True)))
         lines = self._lines()
         return "\n\n".join([*parts, "\n".join(lines)] if lines else parts)
 

@@ -52,7 +52,11 @@ COLUMNS: tuple[tuple[str, bool, Callable[[PreflightEntry], str]], ...] = (
 
 def table(entries: Sequence[PreflightEntry]) -> str:
     """Format one line per entry, then the collectives, then notes on how to read the figures."""
-    tables = [aligned([head, *rows], numbers) for head, numbers, rows, _ in _tables(entries)]
+    tables = [
+        # Targets and steps name the rows.
+        aligned([head, *rows], numbers, keys=sum(name in ("target", "step") for name in head))
+        for head, numbers, rows, _ in _tables(entries)
+    ]
     return "\n".join(["\n\n".join(tables), "", *_footnotes(entries)])
 
 
