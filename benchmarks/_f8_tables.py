@@ -25,11 +25,12 @@ def text(made: Mapping[str, Any]) -> str:
             cosine_lines(made["cosines"]),
             {"policy": "policy", **shown, "least": "lowest of all batches", "bar": "bar"},
         ),
+        cosine_bars(made["cosines"]),
         "**Products.** How many of the eligible ones, forward and of both gradients, multiply "
         "8-bit operands in the program for an H100, with XLA's own kernels (Triton) and with "
         "cuBLAS. What a loop or a rematerialization repeats counts each time. Not eligible are "
         "products of two activations (attention), and those with a size that is not a multiple of "
-        "16. An H100 cannot scale blocks: with `f8-block`, `mxfp8` and `nvfp4` factors are read "
+        "16. An H100 cannot scale blocks: with `f8-block`, `mxfp8` and `nvfp4` operands are read "
         f"back in 16 bits before they are multiplied. {models}.",
         table(
             product_lines(made["products"], ("model", "recipe")),
@@ -68,6 +69,25 @@ def cosine_lines(rows: Sequence[Row]) -> list[Row]:
         }
         for row in rows
     ]
+
+
+def cosine_bars(rows: Sequence[Row]) -> str:
+    """Say what the bars are of, which recipes miss theirs, and which single batches do."""
+    means, lowest = [], []
+    for row in rows:
+        values = [row[name] for name in NAMES if name in row]
+        if row["bar"] is None:
+            continue
+        if min(sum(value) / len(value) for value in values) < row["bar"]:
+            means.append(f"`{row['policy']}`")
+        if min(map(min, values)) < row["bar"]:
+            lowest.append(f"`{row['policy']}`")
+    return (
+        "The bar is for the mean of each framework. "
+        + (f"**Missed** by {', '.join(means)}. " if means else "All recipes with a bar met it. ")
+        + (f"Single batches of {', '.join(lowest)} are below it. " if lowest else "")
+        + "`nvfp4` has no bar."
+    )
 
 
 def digits(values: Sequence[float]) -> str:

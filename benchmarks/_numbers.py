@@ -16,13 +16,16 @@ INLINE = re.compile(r"`[^`\n]+`")
 MEASURED = re.compile(
     r"(?<![\w.])\d[\d,.]*"
     r"(?: ?%| ?[KMGT]i?B\b| bytes (?:a|per) parameter| ms\b| seconds?\b| minutes?\b|x\b"
-    r"| times (?:less|more|as|faster|slower)\b)"
+    r"| times (?:less|more|as|faster|slower)\b| of \d[\d,]*\b| kills in \d+ runs\b)"
 )
 
 FIVE_BYTES = "tests/optim/test_any.py::test_a_master_of_24_bits_and_compressed_state_is_5_bytes"
 SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("README.md", "5 bytes per parameter"): FIVE_BYTES,
+        ("README.md", "34 of 34"): "docs/my-loss-is-nan.md::Of 34 planted faults, "
+        "`debug.first_nonfinite` names 34 ",
+        ("README.md", "64 kills in 16 runs"): "docs/scale.md::64 processes were killed",
         # The same numbers in MiB.
         ("README.md", "22.6 GiB"): "docs/memory.md::| 23,152 |",
         ("README.md", "13.0 GiB"): "docs/memory.md::| 13,357 ",

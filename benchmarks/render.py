@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import _numbers, pictures
+from benchmarks._bars import bars_text
 from benchmarks._comparison import text as peers_text
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
@@ -41,6 +42,7 @@ from benchmarks.plan import text as plan_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
+from halfstep import RECIPES
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -193,14 +195,24 @@ def optim_training(result: dict[str, Any]) -> str:
 
 
 def fp8_training(result: dict[str, Any]) -> str:
-    return _trained(
-        result,
-        markdown(
-            "Final loss of each recipe compared with bf16, a dot per seed and a bar for the mean. "
-            "8-bit recipes lie close to zero, nvfp4 is beyond the edge",
-            "fp8_training",
-        ),
-        base="bf16",
+    image = markdown(
+        "Final loss of each recipe compared with bf16, a dot per seed and a bar for the mean. "
+        "8-bit recipes lie close to zero, nvfp4 is beyond the edge",
+        "fp8_training",
+    )
+    apart: dict[bool, list[float]] = {}
+    for row in result["results"]:
+        if row["policy"] in RECIPES:
+            four = RECIPES[row["policy"]].experimental
+            apart.setdefault(four, []).append(row["held_out_percent"])
+    text = "; ".join(
+        f"between {min(apart[four]):+.2f} and {max(apart[four]):+.2f} % for {what}"
+        for four, what in ((False, "the 8-bit recipes"), (True, "`nvfp4`"))
+        if four in apart
+    )
+    return (
+        f"{_trained(result, image, base='bf16')}\n\n"
+        f"Differences of the held-out loss to bfloat16: {text}."
     )
 
 
@@ -229,6 +241,8 @@ def fp8_memory(result: dict[str, Any]) -> str:
         "instead, as it does in float32, or keep it in more bits. Gradients are "
         f"compared with float32's on a CPU, for a ViT of {small['blocks']} blocks and width "
         f"{small['width']}: means of {result['seeds']} random initializations and batches."
+        f" Bar: {result['bar']} times less than float32 for the best policy; "
+        f"{'met' if result['passed'] else '**missed**'}."
     )
     return f"{table(fp8_memory_lines(result), FP8_MEMORY_COLUMNS)}\n\n{text}"
 
@@ -283,7 +297,8 @@ def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
         "A step that float16 skips leaves it one update behind; the picture marks where. "
         f"{' '.join(scales)}"
     ]
-    return "\n\n".join([table(rows, columns), text, *(scaled if scales else []), image])
+    parts = [table(rows, columns), text, bars_text(result), *(scaled if scales else []), image]
+    return "\n\n".join(parts)
 
 
 def release(result: dict[str, Any]) -> str:

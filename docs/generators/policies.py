@@ -41,7 +41,7 @@ def questions() -> list[tuple[str, str, str, str]]:
         (
             "Is it too slow,\nand the device one of\n" + listed + "?",
             "yes",
-            '"f8"; if its loss parts\nfrom bf16\'s, "f8-row"',
+            '"f8"; if its loss diverges\nfrom bf16\'s: back to "bf16"',
             "no",
         ),
         (

@@ -75,8 +75,9 @@ def autocast(
     dtypes that they have without `autocast`.
 
     The operations that run in float32 between two contractions form an *island*: its inputs and
-    outputs are stored in the compute dtype, and its inside is recomputed for the gradient. So
-    float32 is never kept for the backward pass, and a norm or a softmax in float32 costs no memory.
+    outputs are stored in the compute dtype, and its inside is recomputed for the gradient. A norm
+    or a softmax in float32 between two contractions therefore stores nothing in float32 for the
+    backward pass. The condition is that recomputing is allowed (`islands=True`).
 
     Args:
         func: Any function that can be traced. Without it, a decorator is returned:

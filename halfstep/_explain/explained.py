@@ -70,8 +70,8 @@ def explain(
         islands: As for `autocast`.
         values: Run the function once as it is written, and measure how large the results of
             contractions are. This finds matrix products that leave float16's range.
-        min_bytes: Findings are about values of at least this size. A scalar or the vector of a norm
-            in float32 costs nothing.
+        min_bytes: Report findings about values of at least this size. Scalars and the vectors of
+            norms are small enough to stay in float32.
 
     Returns:
         A function of the same arguments that returns an `ExplainReport`.

@@ -1,4 +1,4 @@
-"""Compressed optimizers: parameters and their state in 5 bytes per parameter."""
+"""Compressed optimizers: AdamW in 5 bytes per parameter, Lion and SGD with momentum in 4."""
 
 from halfstep.optim._compress import CompressedState as CompressedState, compress as compress
 from halfstep.optim._layout import state_shardings as state_shardings
