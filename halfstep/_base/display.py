@@ -116,11 +116,11 @@ def figure_of(what: str) -> Any:
 
 
 class Progress:
-    """Counts compiles on standard error; shows nothing if tqdm is not installed."""
+    """Counts compiles in a terminal or a notebook; shows nothing if tqdm is not installed."""
 
     def __init__(self, total: int | None, *, show: bool):
         self._bar: Any = None
-        if show:
+        if show and _overwrites():
             try:
                 from tqdm.auto import tqdm
             except ModuleNotFoundError:
@@ -149,6 +149,16 @@ class Progress:
         """Count one compile."""
         if self._bar is not None:
             self._bar.update()
+
+
+def _overwrites() -> bool:
+    """Return whether a line on standard error can be overwritten.
+
+    In a file, all states of a bar would stand in one line, with the table that follows.
+    """
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    # In a notebook, a bar is a widget.
+    return terminal or "ipykernel" in sys.modules
 
 
 ABSENT = "-"
