@@ -61,7 +61,7 @@ def text(result: dict[str, Any]) -> str:
             "loop, are of one layer and all that is outside.",
             _table(on_tpu, "accessed", targets),
             "Traffic to and from the TPU's main memory in a step in GiB, counted as for a GPU, a "
-            "loop as often as it turns.",
+            "loop once per iteration.",
             _table(on_tpu, "traffic", targets),
         ]
     if found:

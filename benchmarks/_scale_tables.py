@@ -258,11 +258,11 @@ def text(made: Mapping[str, Any]) -> str:
             "**Where it stops**, by arithmetic: `compute` is all products at the data sheet's "
             "rate, those of float32 as TF32, and `wire` what is sent at "
             f"{LINK / 1e9:.0f} GB/s. That is a host of {PORTS} GPUs with {PORTS} ports of "
-            f"{PORT * 8 / 1e9:.0f} Gbit/s, which bring once for all what its GPUs gather. What is "
-            "computed grows with the tokens on a device and what is sent does not: from some "
-            "number of tokens on the wire can be hidden behind the products, and so many devices "
-            "can share a batch. A message is what a device passes on at a time in a ring over all "
-            "that share a collective:",
+            f"{PORT * 8 / 1e9:.0f} Gbit/s, which receive once for all GPUs what they gather. "
+            "Computation grows with the tokens on a device, and traffic does not: above some "
+            "number of tokens the products hide the wire, which limits how many devices can share "
+            "a batch. A message is what a device passes on at a time in a ring over all that "
+            "share a collective:",
             limits(full, sizes),
             "**To compile** took seconds of a processor:",
             pivot(rows, seconds),

@@ -143,7 +143,7 @@ def autocast(result: dict[str, Any]) -> str:
         "**Tracing.** Seconds to trace and lower the loss with its gradient, and the ratio to the "
         f"float32 function: a language model of {traced['layers']} layers, width "
         f"{traced['width']}, in a `scan` or written out by a Python loop. CPU time, medians of "
-        f"{result['traces']} runs in turns, each with empty caches. By hand is `astype` on all "
+        f"{result['traces']} interleaved runs, each with empty caches. By hand is `astype` on all "
         f"arguments. {deep['layers']} layers of width {deep['width']} in a `scan` take autocast "
         f"{result['deep_seconds']:.2f} s.",
         table(

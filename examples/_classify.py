@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """What an example is made of.
+    """The parts of an example.
 
     Attributes:
         state: Before the first step.
@@ -107,7 +107,7 @@ def main(
     """The command line of an example.
 
     Args:
-        make: Makes the task of a data set and options, of which `policy` is one.
+        make: Makes the task from a data set and options, such as `policy`.
         module: The example's name and docstring.
         argv: The arguments, or `None` for those of the process.
         policy: Those that are run by default.

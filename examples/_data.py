@@ -201,8 +201,8 @@ def shuffled_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Batches without end, in an order that is a function of the seed and the epoch alone.
 
-    So a run that goes on from step `start` sees what it would have seen. What is left over at the
-    end of an epoch is dropped.
+    A run that resumes at step `start` therefore sees the batches of an uninterrupted run. Images
+    left over at the end of an epoch are dropped.
 
     Args:
         images: One image an entry.

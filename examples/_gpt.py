@@ -1,7 +1,7 @@
 """A language model of bytes in plain JAX. Nothing in it knows of mixed precision or of devices.
 
 The parameters of all blocks are stacked along a first axis and the blocks are a scan over it: a
-deep model compiles as fast as a flat one, and each turn gathers the weights of one block only.
+deep model compiles as fast as a flat one, and each iteration gathers the weights of one block.
 """
 
 from typing import Any

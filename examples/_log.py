@@ -16,7 +16,7 @@ class Log:
 
     Args:
         path: The file. With `start` it must be there, and its records up to that step are kept.
-        name: What the progress bar is called.
+        name: The name of the progress bar.
         steps: How many steps the run has.
         start: How many of them were done before.
         active: Whether to write and show anything: one of several processes does.
@@ -61,7 +61,7 @@ class Log:
         self._bar.update()
 
     def write(self, record: Record) -> None:
-        """Add a record to the file and show it, with the last that was tested, beside the bar."""
+        """Add a record to the file and show it, with the last tested one, next to the bar."""
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()

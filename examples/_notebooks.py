@@ -46,7 +46,7 @@ def execute(name: str, *, flags: str = "", timeout: int = 600) -> Any:
             # Compilers write what they think of the machine there.
             cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
             for out in cell.outputs:
-                # What is shown as a table or a picture is not kept as text, too.
+                # A table or a picture is not also kept as text.
                 if len(out.get("data", {})) > 1:
                     del out["data"]["text/plain"]
     notebook.metadata["language_info"] = {"name": "python"}

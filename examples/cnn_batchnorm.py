@@ -3,9 +3,9 @@
     python -m examples.cnn_batchnorm
     python -m examples.cnn_batchnorm --policy f16 --loss-scale 16777216
 
-Equinox keeps the running statistics of `BatchNorm` in a state beside the model. Convolutions run
-in 16 bits; means, variances and the statistics stay in float32, and a step that is skipped leaves
-the statistics as they were.
+Equinox keeps the running statistics of `BatchNorm` in a state apart from the model.
+Convolutions run in 16 bits; means, variances and the statistics stay in float32, and a step that is
+skipped leaves the statistics as they were.
 """
 
 import argparse

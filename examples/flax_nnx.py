@@ -3,9 +3,10 @@
     python -m examples.flax_nnx
     python -m examples.flax_nnx --policy f32 bf16 f16
 
-NNX modules are changed in place, and `halfstep.integrations.nnx` takes them as they are. Beside
-the float32 step two lines change: `nnx.value_and_grad` and `optimizer.update`. A step that is
-skipped leaves parameters, optimizer and statistics as they were; dropout draws new numbers anyway.
+NNX modules are changed in place, and `halfstep.integrations.nnx` takes them as they are.
+Compared with the float32 step, two lines change: `nnx.value_and_grad` and `optimizer.update`. A
+step that is skipped leaves parameters, optimizer and statistics as they were; dropout draws new
+numbers anyway.
 """
 
 import argparse

@@ -63,7 +63,7 @@ def lost(scaling: Any) -> str:
     """A table of the last step: what was seen and lost of each product."""
     lines = [f"{'product':34}{'of the':12}{'largest':>10}{'saturated':>11}{'flushed':>9}"]
     for name, site in scaling.sites.items():
-        # In a loop there is a row for each turn: the worst of the layers.
+        # A loop has a row for each iteration: take the worst of the layers.
         seen = np.asarray(site.seen).reshape(-1, 3, 3).max(axis=0)
         for part, (largest, cut, zero) in zip(
             ("activation", "weight", "gradient"), seen, strict=True

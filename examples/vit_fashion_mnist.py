@@ -223,7 +223,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     length.add_argument("--steps", type=positive, help="instead of epochs")
     for name, kind, text in (
         ("batch", positive, "images in a step"),
-        ("microbatches", positive, "turns in which a step takes them"),
+        ("microbatches", positive, "microbatches per step"),
         ("learning_rate", float, "at its highest"),
         ("loss_scale", float, "float16's first loss scale, a power of two"),
         ("growth_period", positive, "good steps in a row before the loss scale grows"),

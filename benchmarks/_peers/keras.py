@@ -146,7 +146,7 @@ def leaves() -> _probe.Found:
         seen[name] = error or str(made[0].dtype)
     good = sum(seen[name] == str(leaf.dtype) for name, leaf in given.items())
     shown = ", ".join(f"{name}: {what}" for name, what in seen.items())
-    return _probe.count(good, len(given), f"What a layer is given: {shown}.")
+    return _probe.count(good, len(given), f"A layer receives {shown}.")
 
 
 def statistics() -> _probe.Found:

@@ -37,7 +37,7 @@ class Settings:
     residuals: Factor | None = None
     """How residuals are kept for the backward pass, if not in the compute dtype."""
     saves: Saves | None = None
-    """What the surrounding `jax.checkpoint`s save, if that is kept in another form."""
+    """The values that the surrounding `jax.checkpoint`s save, if kept in another form."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not inside a `shard_map` or a `while`."""
 

@@ -73,7 +73,7 @@ def seal(
     Args:
         folder: The folder.
         where: The folder in which the list is written.
-        name_of: What a file is called in the list; `None` for one that is not in it.
+        name_of: Returns the name of a file in the list; `None` for a file that is not listed.
         hashing: How files are hashed.
         key: Signs the list (HMAC with SHA-256).
     """

@@ -262,7 +262,7 @@ def _beyond(step: Step, what: str, name: str | None = None) -> ExplainFinding:
         step.entry.source,
         step.entry.scope,
         what,
-        "What is beyond 65504 is infinite in float16, and the step is skipped.",
+        "Values beyond 65504 are infinite in float16, and the step is skipped.",
         f'keep the result in float32: `halfstep.Policy(compute="f16", rules=("{rule}",))`; '
         "or use bf16.",
         step.entry.bytes_out,

@@ -69,7 +69,7 @@ def rows(stored: Sequence[Residual], steps: Sequence[Step]) -> tuple[ExplainResi
     """List what is kept, the largest first, and then what rules recompute.
 
     Args:
-        stored: What is kept for the backward pass.
+        stored: The values kept for the backward pass.
         steps: All operations.
     """
     kept = [_kept(found) for found in stored if not found.of_argument and not found.is_constant]

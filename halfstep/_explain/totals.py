@@ -25,7 +25,7 @@ class ExplainOthers:
 
     Attributes:
         reason: Why.
-        fix: What to type; empty if it is as the user wants it.
+        fix: The code to type; empty if nothing has to change.
         eligible: Whether the recipe is for such contractions.
         count: How many of them run in one call.
         flops: Their FLOPs.
@@ -149,7 +149,7 @@ def totals_of(
         entries: The operations.
         settings: What the user has asked for.
         added: How many casts are added to the function's own.
-        stored: What is kept for the backward pass; `None` if the function cannot be differentiated.
+        stored: The values kept for the backward pass; `None` if there is no derivative.
         written: The same for the function as it is written.
     """
     counted = _contraction_flops(entries)

@@ -430,7 +430,9 @@ def from_toml(text: str, name: str, known: Sequence[str]) -> dict[str, Any]:
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             reason = str(error)
     if reason is not None:
-        raise ValueError(f'{name} is no TOML: {reason}. Write lines such as compute = "bf16".')
+        raise ValueError(
+            f'{name} is not valid TOML: {reason}. Write lines such as compute = "bf16".'
+        )
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise ValueError(

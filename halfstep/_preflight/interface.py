@@ -22,7 +22,7 @@ from halfstep._preflight.target.targets import Target, parse_target
 
 
 class Preflight:
-    """`halfstep.preflight`: compile a training step for hardware that is not there."""
+    """Compile a training step for hardware that is not there."""
 
     @checked
     def __call__(

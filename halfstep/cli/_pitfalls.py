@@ -17,9 +17,9 @@ class Pitfall:
     Attributes:
         level: `"wrong"` if something will fail or silently do nothing; `"note"` if it is only worth
             knowing.
-        found: What was found.
-        cause: What it causes.
-        cure: What to type.
+        found: The finding.
+        cause: The consequence.
+        cure: The command or code to type.
     """
 
     level: Literal["wrong", "note"]

@@ -17,7 +17,7 @@ from halfstep._autocast.f8.linear import explicit_sharding
 # legs of any `dot_general`: a leg only exchanges `summed` and `own`.
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What the dimensions of one factor are: shared with the other, summed with it, or its own."""
+    """The roles of one operand's dimensions: shared with the other, summed with it, or its own."""
 
     shared: tuple[int, ...]
     summed: tuple[int, ...]

@@ -96,7 +96,7 @@ class StoreLabel:
 
 @dataclasses.dataclass(frozen=True)
 class Saves:
-    """What the `jax.checkpoint`s around a function save, and how it is kept."""
+    """The values that the `jax.checkpoint`s around a function save, and their form."""
 
     policies: tuple[RematPolicy, ...] = ()
     """The user's policies, the outermost first; none where autocast adds the `jax.checkpoint`."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """Figures of a card that XLA's GPU compiler needs besides its memory, bandwidth and cache.
+    """Figures of a card that XLA's GPU compiler needs in addition to memory, bandwidth and cache.
 
     The names are those of the fields of XLA's `GpuDeviceInfoProto`. "Core" is a streaming
     multiprocessor. Fields with a default have the same value for every card of the table.

@@ -279,7 +279,7 @@ def draw_comparison(
     """Draw a comparison into a file.
 
     Args:
-        title: What is compared.
+        title: The name of the comparison.
         sites: The sites, in the order of a run.
         worst: The sites that add error, most first.
         gradients: For a loss, how far the gradient of each parameter is off.

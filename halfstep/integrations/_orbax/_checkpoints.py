@@ -132,7 +132,7 @@ class Checkpoints:
         self._directory = epath.Path(directory).absolute()
         self._options = None if options is None else dict(options)
         self._key = key
-        # What cannot be written down is refused here, and not after the first hour of training.
+        # Refuse options that cannot be written now, and not after the first hour of training.
         encoded(self._options, "`options`")
         self._lock = WriterLock(self._directory)
         self._last: int | None = None
@@ -164,19 +164,19 @@ class Checkpoints:
             self._manager.close()
             self._flush_names()
         except Exception:
-            # What went wrong first is what the user has to see.
+            # The user has to see the first error.
             if error is None:
                 raise
         finally:
             self._lock.release()
 
     def steps(self) -> list[int]:
-        """The steps that are complete, oldest first. Files are not read: `restore` does that."""
+        """List the complete steps, oldest first. Files are not read: `restore` does that."""
         found = (step for step in self._listed() if looks_complete(self._path(step)))
         return sorted(found)
 
     def latest(self) -> int | None:
-        """The newest complete step, `None` if there is none."""
+        """Return the newest complete step, or `None` if there is none."""
         return max(self.steps(), default=None)
 
     def wait(self) -> None:

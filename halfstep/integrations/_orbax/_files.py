@@ -47,8 +47,8 @@ BLAKE3 = None if blake3 is None else Hashing("blake3", blake3)
 HASHINGS = tuple(hashing for hashing in (BLAKE3, SHA256) if hashing is not None)
 """How files may be hashed; the first is how they are when a step is written."""
 LISTS = ("files.blake3", SHA256.sums)
-"""What the list of hashes may be called."""
-# What Orbax writes once all else is there: times, and that it is done. Nothing is restored from it.
+"""Names that the list of hashes may have."""
+# Orbax writes these files last: times, and a mark of success. Nothing is restored from them.
 _AFTERWARDS = ("_CHECKPOINT_METADATA", "commit_success.txt", f"{ABOUT}/commit_success.txt")
 _LARGEST_METADATA = 2**20
 _UNFINISHED = re.compile(rf"\d+{re.escape(ocp.utils.TMP_DIR_SUFFIX)}(-\d+)?")

@@ -97,11 +97,11 @@ def verified(
 
 
 def read_data(folder: epath.Path) -> Any:
-    """The state of this process's data iterator.
+    """Read the state of this process's data iterator.
 
     Raises:
         CheckpointError: If other numbers of processes wrote states that differ.
-        DamagedFolderError: If it is no JSON.
+        DamagedFolderError: If the file is not valid JSON.
         FileNotFoundError: If there is none.
     """
     process, processes = jax.process_index(), jax.process_count()
