@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 from benchmarks._images import KEY, dark_path, digest, digest_of_file, pixels
-from docs.generators._draw import THEMES, Theme
+from docs.generators._draw import THEMES, WIDTH, Theme, readable
 
 LIGHT, DARK = THEMES["light"], THEMES["dark"]
 PAPER, INK = DARK.paper, DARK.ink
@@ -34,10 +34,6 @@ COUNTERPARTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Of the colors of the light theme, those of the dark one."""
-WIDTH = 5.0
-"""Of a picture, in inches: text of 10 points has 10 pixels where the picture is 360 wide."""
-PHONE, SMALLEST = 360, 9.0
-"""How wide a picture is on a phone, and how high its text must be there, in pixels."""
 
 
 def sheet(height: float) -> Figure:
@@ -45,25 +41,10 @@ def sheet(height: float) -> Figure:
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def small(figure: Figure) -> list[str]:
-    """What cannot be read on a phone: the texts that are smaller than `SMALLEST` there."""
-    # Labels of ticks are only there once it is laid out.
-    figure.draw_without_rendering()
-    scale = PHONE / (72 * figure.get_figwidth())
-    texts = (each for each in figure.findobj(Text) if isinstance(each, Text) and each.get_visible())
-    heights = [(text.get_text(), float(text.get_fontsize()) * scale) for text in texts]
-    return [f"{text!r}: {high:.1f} pixels" for text, high in heights if text and high < SMALLEST]
-
-
 def save(figure: Figure, path: pathlib.Path, source: Mapping[str, Any], *, dpi: int = 200) -> None:
     """Write both pictures. The figure is dark afterwards."""
     path = pathlib.Path(path)
-    if found := small(figure):
-        raise ValueError(
-            f"{path.name} has text that cannot be read on a phone, which shows it {PHONE} pixels "
-            f"wide: {', '.join(found)}. At least {SMALLEST:g} pixels are required: draw the figure "
-            "narrower, or the text larger"
-        )
+    readable(figure, path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without matplotlib's version: the same report makes the same file.
     metadata = {KEY: digest(source), "Software": None}

@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
+from matplotlib.text import Text
 
 IMAGES = pathlib.Path(__file__).parents[1] / "images"
 
@@ -60,6 +61,26 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
     }
 )
 Draw = Callable[[Figure, Theme], None]
+WIDTH = 5.0
+"""Of a picture, in inches: text of 10 points has 10 pixels where the picture is 360 wide."""
+PHONE, SMALLEST = 360, 9.0
+"""How wide a picture is on a phone, and how high its text must be there, in pixels."""
+
+
+def readable(figure: Figure, name: str) -> None:
+    """Raise a `ValueError` if a text of a figure is smaller than `SMALLEST` on a phone."""
+    # Labels of ticks are only there once it is laid out.
+    figure.draw_without_rendering()
+    scale = PHONE / (72 * figure.get_figwidth())
+    texts = (each for each in figure.findobj(Text) if isinstance(each, Text) and each.get_visible())
+    heights = [(text.get_text(), float(text.get_fontsize()) * scale) for text in texts]
+    found = [f"{text!r}: {high:.1f} pixels" for text, high in heights if text and high < SMALLEST]
+    if found:
+        raise ValueError(
+            f"{name} has text that cannot be read on a phone, which shows it {PHONE} pixels "
+            f"wide: {', '.join(found)}. At least {SMALLEST:g} pixels are required: draw the figure "
+            "narrower, or the text larger"
+        )
 
 
 def style(theme: Theme) -> dict[Any, Any]:
@@ -91,7 +112,7 @@ def style(theme: Theme) -> dict[Any, Any]:
 def drawn(draw: Draw, theme: Theme, *, height: float) -> Figure:
     """A picture in one theme. The width is one that can still be read on a phone."""
     with matplotlib.rc_context(style(theme)):
-        figure = Figure(figsize=(6.4, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure, theme)
         figure.canvas.draw()
     return figure
@@ -102,6 +123,7 @@ def save(name: str, draw: Draw, *, height: float, images: pathlib.Path = IMAGES)
     for kind, theme in THEMES.items():
         figure = drawn(draw, theme, height=height)
         with matplotlib.rc_context(style(theme)):
+            readable(figure, name)
             figure.savefig(images / f"{name}-{kind}.svg", metadata={"Date": None})
 
 

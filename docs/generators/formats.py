@@ -67,10 +67,10 @@ def draw_range(figure: Figure, theme: Theme) -> None:
             xytext=(5 if right else 0, 0),
             textcoords="offset points",
             va="center",
-            fontsize=9,
+            fontsize=9.5,
         )
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    exponents = range(-40, 41, 10)
+    exponents = range(-40, 41, 20)
     axes.set_xticks(
         exponents, [f"$10^{{{exponent}}}$" if exponent else "1" for exponent in exponents]
     )
@@ -103,8 +103,8 @@ def draw_density(figure: Figure, theme: Theme) -> None:
     )
     axes.set_xlim(-13, 13)
     axes.set_xlabel("magnitude")
-    axes.set_ylabel("distance to the next number,\nas a part of the number")
-    figure.legend(loc="outside upper center", ncols=6, fontsize=9.5)
+    axes.set_ylabel("distance to the next number,\nas a share of the number")
+    figure.legend(loc="outside upper center", ncols=3)
 
 
 def draw_numbers(figure: Figure, theme: Theme) -> None:
@@ -127,7 +127,7 @@ def draw_numbers(figure: Figure, theme: Theme) -> None:
 
 PICTURES = {
     "formats-range": (draw_range, 3.6),
-    "formats-density": (draw_density, 3.8),
+    "formats-density": (draw_density, 4.0),
     "formats-numbers": (draw_numbers, 2.6),
 }
 

@@ -115,7 +115,7 @@ def draw_flow(axes: Axes, theme: Theme) -> None:
                 ink=theme.ink,
             )
         else:
-            said = f"its gradient, {dtype}"
+            said = f"gradient, {dtype}"
             box(axes, right, place[index], said, shades[dtype], theme, fill="none", ink=theme.ink)
         if index:
             start, end = place[index - 1] - 0.31, place[index] + 0.31
@@ -146,7 +146,7 @@ def draw_flow(axes: Axes, theme: Theme) -> None:
     axes.text(
         middle,
         (place[inside[0]] + place[inside[-1]]) / 2,
-        "an island:\nnothing inside is stored,\nall of it is computed\nagain for the gradient",
+        "an island:\nnothing inside\nis stored, all of\nit is recomputed\nfor the gradient",
         ha="center",
         va="center",
         fontsize=9.5,
@@ -167,9 +167,9 @@ def draw_bars(axes: Axes, theme: Theme) -> None:
             begin += size
         axes.text(begin + 0.4, -place, f"{begin:.0f} MiB", va="center", fontsize=9.5)
     axes.set_yticks([-place for place in range(len(rows))], list(rows))
-    axes.set_xlim(0, 1.15 * max(sum(sizes.values()) for sizes in rows.values()))
+    axes.set_xlim(0, 1.2 * max(sum(sizes.values()) for sizes in rows.values()))
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("stored for the backward pass (MiB): orange float32, blue bfloat16")
+    axes.set_xlabel("stored for the backward pass (MiB):\norange float32, blue bfloat16")
 
 
 def draw(figure: Figure, theme: Theme) -> None:
@@ -179,8 +179,12 @@ def draw(figure: Figure, theme: Theme) -> None:
     draw_bars(below.subplots(), theme)
 
 
+PICTURES = {"islands": (draw, 6.6)}
+
+
 def main() -> None:
-    save("islands", draw, height=6.6)
+    for name, (drawing, height) in PICTURES.items():
+        save(name, drawing, height=height)
 
 
 if __name__ == "__main__":

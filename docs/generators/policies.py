@@ -41,7 +41,7 @@ def questions() -> list[tuple[str, str, str, str]]:
         (
             "Is it too slow,\nand the device one of\n" + listed + "?",
             "yes",
-            '"f8"; if its loss diverges\nfrom bf16\'s: back to "bf16"',
+            '"f8"; if its loss diverges\nfrom bf16\'s, back to "bf16"',
             "no",
         ),
         (
@@ -80,26 +80,30 @@ def draw(figure: Figure, theme: Theme) -> None:
             axes,
             right,
             y,
-            (2.9, height),
+            (3.1, height),
             action,
             fill=theme.orange,
             edge=theme.orange,
             ink=theme.paper,
         )
-        arrow(axes, (left + 1.55, y), (right - 1.45, y), theme.ink)
+        arrow(axes, (left + 1.55, y), (right - 1.55, y), theme.ink)
         axes.text((left + right) / 2 + 0.05, y + 0.1, answer, ha="center", va="bottom", fontsize=9)
         arrow(axes, (left, y - height / 2), (left, y - step + height / 2), theme.ink)
         axes.text(left + 0.12, y - step / 2, onward, va="center", fontsize=9)
     end = -step * len(rows)
-    said = 'done: "bf16" and NoLossScaling()'
+    said = 'done: "bf16"\nand NoLossScaling()'
     box(axes, left, end + 0.2, (3.1, 0.8), said, fill=theme.blue, edge=theme.blue, ink=theme.paper)
     axes.set_xlim(0, 7.35)
     axes.set_ylim(end - 0.3, height / 2 + 0.1)
     bare(axes)
 
 
+PICTURES = {"policies": (draw, 6.0)}
+
+
 def main() -> None:
-    save("policies", draw, height=6.0)
+    for name, (drawing, height) in PICTURES.items():
+        save(name, drawing, height=height)
 
 
 if __name__ == "__main__":

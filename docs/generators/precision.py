@@ -83,7 +83,7 @@ def gradients() -> np.ndarray:
 def draw_rounding(figure: Figure, theme: Theme) -> None:
     """Integers above 2**8 as the formats have them."""
     axes = figure.subplots()
-    values = np.arange(250, 285, 0.05)
+    values = np.arange(252, 266, 0.02)
     for name in NAMES:
         axes.plot(
             values, rounded(values, name), color=colors(theme)[name], lw=WIDTHS[name], label=name
@@ -133,7 +133,7 @@ def draw_underflow(figure: Figure, theme: Theme) -> None:
     panels[1].set_xlim(-13, 6)
     ticks = range(-12, 6, 4)
     panels[1].set_xticks(ticks, [f"$10^{{{tick}}}$" if tick else "1" for tick in ticks])
-    panels[1].set_xlabel("magnitude; red: zero or infinite in float16, orange: fewer digits")
+    panels[1].set_xlabel("magnitude (red: zero or infinite in float16,\norange: fewer digits)")
 
 
 def draw_cancellation(figure: Figure, theme: Theme) -> None:
@@ -156,7 +156,7 @@ def draw_cancellation(figure: Figure, theme: Theme) -> None:
     axes.set_ylim(1e-9, 1e2)
     axes.set_xlabel("mean of the values; their spread is 1")
     axes.set_ylabel("relative error of the variance")
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=1)
 
 
 def draw_averages(figure: Figure, theme: Theme) -> None:
@@ -175,8 +175,8 @@ def draw_averages(figure: Figure, theme: Theme) -> None:
 PICTURES = {
     "precision-rounding": (draw_rounding, 3.0),
     "precision-swamping": (draw_swamping, 3.0),
-    "precision-underflow": (draw_underflow, 3.6),
-    "precision-cancellation": (draw_cancellation, 4.0),
+    "precision-underflow": (draw_underflow, 4.0),
+    "precision-cancellation": (draw_cancellation, 5.2),
     "precision-averages": (draw_averages, 3.0),
 }
 

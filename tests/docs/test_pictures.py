@@ -13,13 +13,26 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import halfstep
-from docs.generators import _draw, formats, islands, policies, precision, shown
+from docs.generators import (
+    _draw,
+    formats,
+    islands,
+    optimizers,
+    policies,
+    precision,
+    sharding,
+    shown,
+    tour,
+)
 from docs.generators._draw import THEMES, drawn
 from halfstep._preflight import ACCELERATORS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 LIGHT = THEMES["light"]
-DRAWN = (*formats.PICTURES, *precision.PICTURES, "islands", "policies")
+MODULES = (formats, precision, islands, policies, optimizers, sharding, tour)
+DRAWN: dict[str, tuple[_draw.Draw, float]] = {
+    name: drawing for module in MODULES for name, drawing in module.PICTURES.items()
+}
 
 
 def ends_of_lines(axes: Axes) -> dict[str, float]:
@@ -142,7 +155,83 @@ def test_the_decision_names_the_devices_that_multiply_8_bits(monkeypatch: pytest
     assert "l4" not in said()
 
 
+# Bytes per parameter.
+
+
+def test_the_bars_are_what_the_page_prints():
+    page = (DOCS / "optimizers.md").read_text()
+    rows = {
+        (name or other): float(number or count)
+        for name, number, other, count in re.findall(
+            r"^(optax\S*), float32 +([\d.]+)$|^(flash\S*(?:, \w+(?: bits)?)?) +([\d.]+)$",
+            page,
+            re.M,
+        )
+    }
+    assert len(rows) == 6
+    for name, number in rows.items():
+        found = optimizers.counted(optimizers.MADE[name])
+        assert sum(found.values()) == pytest.approx(number, abs=6e-4), name
+    assert sum(optimizers.counted(optimizers.MADE["optax.lion"]).values()) == 8
+
+
+def test_a_part_of_a_state_that_has_no_name_is_noticed():
+    with pytest.raises(ValueError, match=r"what is .*other.*\? Name it in PARTS"):
+        optimizers.counted(lambda params: (params, {"other": params["w"]}))
+
+
+# Which device holds what.
+
+
+def test_every_device_holds_its_part():
+    for name, array in sharding.placed():
+        parts = sharding.held(array)
+        if name.startswith("b,") or name in ("b", "loss scale"):
+            assert parts == [(0, 1)] * 4
+        else:
+            assert parts == [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)]
+        sizes = {shard.data.nbytes for shard in array.addressable_shards}
+        start, stop = parts[0]
+        assert sizes == {round(array.nbytes * (stop - start))}
+
+
+# A step of the tour.
+
+
+def test_the_step_is_that_of_the_page():
+    found = tour.steps()
+    assert [low for _, _, low in found] == [False, True, False, True, False]
+    assert found[1][1] == "products f16, sums f32"
+    assert found[4] == ("gradients / 32,768", "float32", False)
+    assert tour.outcomes() == {
+        True: "update the model;\nafter 2,000 good\nsteps, scale x 2",
+        False: "skip: all as it was;\nscale x 0.5",
+    }
+
+
 # Files and pages.
+
+
+def marks(path: pathlib.Path) -> tuple[list[str], np.ndarray]:
+    """The texts of an SVG, and all of its coordinates; without names, which are digests."""
+    body = path.read_text().partition("</metadata>")[2]
+    texts = re.findall(r"<!-- (.*?) -->", body)
+    bare = re.sub(r'(?:id|xlink:href|clip-path)="[^"]*"|#[0-9a-f]{6}|<!--.*?-->', "", body)
+    return texts, np.array(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", bare), float)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_again_it_is_the_same(name: str, tmp_path: pathlib.Path):
+    """Otherwise it is stale: the library, or what draws it, has changed since."""
+    draw, height = DRAWN[name]
+    _draw.save(name, draw, height=height, images=tmp_path)
+    for kind in THEMES:
+        (new, there), (old, was) = (
+            marks(folder / f"{name}-{kind}.svg") for folder in (tmp_path, _draw.IMAGES)
+        )
+        assert new == old, "draw it again with the command of its page"
+        assert there.shape == was.shape
+        np.testing.assert_allclose(there, was, atol=0.5)
 
 
 def test_every_picture_is_on_a_page_for_both_kinds_of_screens():
@@ -161,6 +250,26 @@ def test_every_picture_is_on_a_page_for_both_kinds_of_screens():
     for name in DRAWN:
         for kind in THEMES:
             assert (_draw.IMAGES / f"{name}-{kind}.svg").is_file()
+
+
+def test_every_picture_says_what_is_seen():
+    """PNG and SVG: on a page, once for light screens and once for dark, with the same words."""
+    pages = {page: page.read_text() for page in DOCS.rglob("*.md")}
+    found: dict[str, list[tuple[str, str]]] = {"light": [], "dark": []}
+    for page, text in pages.items():
+        for alt, path, only in re.findall(r"!\[([^\]]*)\]\(([^)#]+)(?:#only-(\w+))?\)", text):
+            assert (page.parent / path).is_file(), f"{page.name}: {path}"
+            found[only].append((re.sub(r"-(?:light|dark)\b", "", pathlib.Path(path).stem), alt))
+    assert found["light"] == found["dark"]
+    short = [name for name, alt in found["light"] if len(alt.split()) < 8]
+    assert short == [], "say what is seen, not what it is about"
+    # The first picture of the home page is an element of HTML, with its own `alt`.
+    files = {re.sub(r"-(?:light|dark)\b", "", path.stem) for path in (DOCS / "images").iterdir()}
+    assert files == {name for name, _ in found["light"]} | {"overview"}
+    for page in (DOCS / "index.md", DOCS.parent / "README.md"):
+        assert re.search(
+            r'<img src="[\w/]*images/overview.png"[^>]* alt="[^"]{40,}"', page.read_text()
+        )
 
 
 def test_pictures_are_written_in_both_themes(tmp_path: pathlib.Path):
