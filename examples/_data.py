@@ -102,7 +102,8 @@ def load_fashion_mnist(directory: pathlib.Path = FASHION_MNIST) -> Dataset:
                 return path
         raise FileNotFoundError(
             f"there is no {name}.gz in {directory}. On Debian and Ubuntu: "
-            "apt-get install dataset-fashion-mnist. Files elsewhere: --data DIR."
+            "apt-get install dataset-fashion-mnist. Elsewhere, download the four files of "
+            "https://github.com/zalandoresearch/fashion-mnist (data/fashion), and pass --data DIR."
         )
 
     def read(part: str) -> tuple[np.ndarray, np.ndarray]:

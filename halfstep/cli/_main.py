@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from halfstep._version import __version__
-from halfstep.cli import _bisect, _doctor, _explain, _formats, _plan, _preflight, _replay
+from halfstep.cli import (
+    _bisect,
+    _doctor,
+    _examples,
+    _explain,
+    _formats,
+    _plan,
+    _preflight,
+    _replay,
+)
 from halfstep.cli._command import CommandError, Commands, add_command
 
 _EPILOG = """\
@@ -76,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"halfstep {__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (_explain, _bisect, _replay, _preflight, _plan, _formats, _doctor):
+    for module in (_explain, _bisect, _replay, _preflight, _plan, _formats, _examples, _doctor):
         module.add(commands)
     _add_completion(commands)
     return made

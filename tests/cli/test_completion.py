@@ -31,7 +31,7 @@ zpty -r -m terminal screen "*$2*"
 zpty -d terminal
 """
 COMMANDS = [
-    *("explain", "lint", "bisect", "replay", "preflight", "plan", "formats", "doctor"),
+    *("explain", "lint", "bisect", "replay", "preflight", "plan", "formats", "examples", "doctor"),
     "completion",
 ]
 
