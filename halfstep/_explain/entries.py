@@ -87,8 +87,9 @@ class ExplainEntry:
         refusal: Why the policy's recipe leaves a contraction out, or does not multiply it in 8 or
             4 bits; empty otherwise.
         inside_flops: FLOPs of the contractions in functions that the operation runs as they are
-            written, such as the solvers of `custom_linear_solve`, by dtype; loops of unknown length
-            count as one iteration, and kernels are not counted.
+            written, such as the solvers of `custom_linear_solve` and the kernels of `pallas_call`,
+            by dtype. A kernel counts as often as its grid says, and a loop of unknown length as one
+            iteration.
 
     Example:
         ```python

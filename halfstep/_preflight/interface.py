@@ -150,7 +150,10 @@ class Preflight:
         cache: bool = True,
         progress: bool = True,
     ) -> LargestBatch:
-        """Find the largest batch that fits on a target, by doubling and then halving.
+        """Find the largest batch that fits on a target.
+
+        Batches are doubled until one does not fit. Between the last two, the next batch is where a
+        line through their peaks meets the usable memory, or the middle if the line was wrong.
 
         Args:
             step_for_batch: A function that takes a batch size and returns a step and its arguments.
