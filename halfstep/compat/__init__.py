@@ -2,6 +2,7 @@
 
 `import halfstep.compat.mpx as mpx` and `import halfstep.compat.jmp as jmp` have every public name
 of mpx 0.1.8 and jmp 0.0.4, with their signatures and their order of returns;
-`import halfstep.compat.jaxamp as jaxamp` has what the README of jaxamp 0.0.4 shows, and
-`import halfstep.compat.mpfj as mpfj` has the names of MPfJ, as mpx was called at first.
+`import halfstep.compat.jaxamp as jaxamp` has those of jaxamp 0.0.4,
+`import halfstep.compat.mpfj as mpfj` those of MPfJ, as mpx was called at first, and
+`import halfstep.compat.flashoptim_jax as flashoptim_jax` those of flashoptim-jax 0.1.0.
 """
