@@ -181,3 +181,38 @@ def test_the_advice_holds():
     assert first.shape == W.shape
     assert second.shape == X.shape
     assert halfstep.autocast(loss, policy="f32")(W, X) == loss(W, X)
+
+
+OTHER_SHAPES = {"w": jnp.ones((3, 3)), "b": jnp.ones(2)}
+MODEL = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+ADAM, LION = optax.adam(1e-3), optim.flash_lion(1e-3)
+MASTER, COMPRESS = optim.master(ADAM), optim.compress(ADAM)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state", "message"),
+    [
+        (MASTER, ADAM.init(MODEL), "`optimizer_state` must be a MasterState.*got tuple.*init"),
+        (MASTER, LION.init(MODEL), "`optimizer_state` must be a MasterState.*got FlashState"),
+        (MASTER, None, "`optimizer_state` must be a MasterState.*got NoneType"),
+        (COMPRESS, ADAM.init(MODEL), "`optimizer_state` must be a CompressedState.*got tuple"),
+        (COMPRESS, MASTER.init(MODEL), "must be a CompressedState.*got MasterState"),
+        (MASTER, MASTER.init({"v": W}), r"`optimizer_state` must be the state .*; got PyTreeDef"),
+        (
+            ADAM,
+            ADAM.init(OTHER_SHAPES),
+            r"`optimizer_state` must be .*: .*mu/b must be float32\[64\]; got float32\[2\]",
+        ),
+        (MASTER, MASTER.init(OTHER_SHAPES), r"mu/b must be float32\[64\]; got float32\[2\]\. Make"),
+        (COMPRESS, COMPRESS.init(OTHER_SHAPES), r"`optimizer_state` must be|must be stored"),
+    ],
+)
+def test_a_wrong_optimizer_state_is_named(optimizer: Any, state: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        halfstep.optimizer_update(MODEL, optimizer, state, MODEL, True)
+
+
+@pytest.mark.parametrize("optimizer", [MASTER, COMPRESS])
+def test_a_wrong_state_of_update(optimizer: Any):
+    with pytest.raises(optim.StateError, match=r"`optimizer_state` must be a .*State, as"):
+        optimizer.update(MODEL, ADAM.init(MODEL), MODEL)

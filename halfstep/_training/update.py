@@ -7,7 +7,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from halfstep._base import checked, checked_but
+from halfstep._base import Shaped, checked, checked_but, path_string, type_of
 from halfstep._training.gate import gated
 from halfstep._training.verdict import as_predicate
 
@@ -61,7 +61,13 @@ def apply_gradients(
     """
     params: Any = eqx.filter(model, eqx.is_inexact_array)
     if isinstance(optimizer, StepsInPlace):
-        params, optimizer_state = optimizer.step(params, optimizer_state, grads, **extra_args)
+        try:
+            params, optimizer_state = optimizer.step(params, optimizer_state, grads, **extra_args)
+        except Exception as error:
+            # Errors of halfstep's own classes already say what is wrong.
+            if type(error) in (AttributeError, TypeError, ValueError):
+                _check_trees(params, optimizer, optimizer_state, grads, error)
+            raise
         return eqx.combine(params, model), optimizer_state
     try:
         updates, new_state = optimizer.update(grads, optimizer_state, params, **extra_args)
@@ -87,15 +93,22 @@ def _check_trees(
             f"`grads` must have the structure of the model's inexact arrays, {wanted}; got {given}."
             " Pass what `filter_grad` returns for this model."
         ) from error
-    wanted, given = (
-        jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params)),
-        jax.tree.structure(state),
-    )
+    fresh = eqx.filter_eval_shape(optimizer.init, params)
+    wanted, given = jax.tree.structure(fresh), jax.tree.structure(state)
     if wanted != given:
         raise ValueError(
             f"`optimizer_state` must be the state of this optimizer for this model, {wanted}; got "
             f"{given}. Make it with optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
         ) from error
+    pairs = zip(jax.tree_util.tree_flatten_with_path(fresh)[0], jax.tree.leaves(state), strict=True)
+    for (path, like), leaf in pairs:
+        both = isinstance(like, Shaped) and isinstance(leaf, Shaped)
+        if both and tuple(like.shape) != tuple(leaf.shape):
+            raise ValueError(
+                "`optimizer_state` must be the state of this optimizer for this model: "
+                f"{path_string(path)} must be {type_of(like)}; got {type_of(leaf)}. Make it with "
+                "optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
+            ) from error
 
 
 @checked_but("optimizer")

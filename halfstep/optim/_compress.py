@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32, Key, PyTree
 from halfstep._base import checked, compile_rule, match_rules, path_string, type_of
 from halfstep._training import gated
 from halfstep.optim._layout import options_of, shards_of
-from halfstep.optim._state import StateError
+from halfstep.optim._state import StateError, check_kind
 from halfstep.optim._transform import Transformation, of_models, transformation
 from halfstep.quant import CODES, Quantized, dequantize, groups_for, quantize
 from halfstep.quant._groups import groups_between
@@ -153,6 +153,7 @@ def compress(
         finite: object = True,
         **extra_args: Any,
     ) -> tuple[PyTree, CompressedState]:
+        check_kind(state, CompressedState, "`optim.compress`")
         found, shapes = known(params)
 
         def commit(before: tuple[PyTree, CompressedState]) -> tuple[PyTree, CompressedState]:

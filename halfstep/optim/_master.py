@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, Key, PyTree
 from halfstep._base import checked, is_inexact, type_of
 from halfstep._training import gated
 from halfstep.optim._layout import options_of, zeros
-from halfstep.optim._state import StateError
+from halfstep.optim._state import StateError, check_kind
 from halfstep.optim._transform import Transformation, of_models, transformation
 from halfstep.quant import join, split, stochastic_round
 
@@ -117,6 +117,8 @@ def master(
     def step(
         params: PyTree, state: MasterState, grads: PyTree, finite: object = True, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
+        check_kind(state, MasterState, "`optim.master`")
+
         def commit(before: tuple[PyTree, MasterState]) -> tuple[PyTree, MasterState]:
             params, state = before
             values = wide(params, state.rest)

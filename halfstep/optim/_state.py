@@ -89,6 +89,15 @@ def stored_bytes(*trees: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+def check_kind(state: object, kind: type, maker: str) -> None:
+    """Raise unless a state is of the class that an optimizer makes."""
+    if not isinstance(state, kind):
+        raise StateError(
+            f"`optimizer_state` must be a {kind.__name__}, as `init` of {maker} returns it; got "
+            f"{type(state).__name__}, of another optimizer. Make it with optimizer.init(params)."
+        )
+
+
 class StateError(ValueError):
     """A state does not fit the optimizer or the parameters. The message says where and how.
 
