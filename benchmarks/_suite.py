@@ -60,6 +60,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("plan_batches"),
             Benchmark("plan_training", plots=True),
             Benchmark("remat"),
+            Benchmark("preflight_roles", plots=True),
         ),
         "optimizers": (
             Benchmark("optimizers", peers=("flashoptim_jax",)),
@@ -78,6 +79,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "scale": (Benchmark("scale", plots=True),),
         "training": (
             Benchmark("training", plots=True),
+            Benchmark("loss_scaling", plots=True),
             Benchmark("fashion_mnist", ("--seeds", "0", "--steps", "20"), plots=True),
         ),
         "faults": (

@@ -25,6 +25,8 @@ DRAWN: Mapping[str, str] = MappingProxyType(
         "scale": "benchmarks._scale_figure",
         "fashion_mnist": "benchmarks.fashion_mnist",
         "plan": "benchmarks.plan",
+        "preflight_roles": "benchmarks.preflight_roles",
+        "loss_scaling": "benchmarks.loss_scaling",
         **dict.fromkeys(
             ("training", "optim_training", "fp8_training", "fp8_outliers"), "benchmarks._curves"
         ),

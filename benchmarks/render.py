@@ -36,9 +36,11 @@ from benchmarks._works_with import text as works_with_text
 from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.kernels import COLUMNS as KERNEL_COLUMNS, lines as kernel_lines
+from benchmarks.loss_scaling import text as loss_scaling_text
 from benchmarks.mutations import text as mutations_text
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.plan import text as plan_text
+from benchmarks.preflight_roles import text as roles_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
@@ -431,6 +433,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "fuzz_programs": random_programs_text,
         "fuzz_programs_oldest": random_programs_text,
         "kernels": kernels,
+        "loss_scaling": loss_scaling_text,
         "memory": memory_text,
         "mutations": mutations_text,
         "optim_cpu": optim_cpu,
@@ -442,6 +445,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "plan_batches": batches_text,
         "plan_optimum": optimum_text,
         "plan_training": training_text,
+        "preflight_roles": roles_text,
         "release": release,
         "remat": remat_text,
         "rest": rest_text,

@@ -84,7 +84,7 @@ def draw_scales(
     unscaled = [str(STYLES[name]["label"]) for name in runs if name not in scaled]
     if unscaled:
         axes.plot([], [], " ", label=f"none for {' and '.join(unscaled)}")
-    axes.legend(frameon=False, loc="upper right", handlelength=1.6)
+    axes.legend(frameon=False, loc="upper center", handlelength=1.6)
 
 
 def plot_curves(

@@ -67,7 +67,7 @@ def test_drawn_again_it_is_the_same(name: str, tmp_path: pathlib.Path, monkeypat
         assert np.abs(new - old).mean() < 1, f"draw it again: python -m benchmarks.pictures {name}"
 
 
-@pytest.mark.parametrize("name", (*pictures.DRAWN, *pictures.SHOWN))
+@pytest.mark.parametrize("name", [*pictures.DRAWN, *pictures.SHOWN])
 def test_the_dark_one_is_dark(name: str):
     light, black = (pixels(pictures.IMAGES / f"{name}{end}.png") for end in ("", "-dark"))
     assert light.shape == black.shape

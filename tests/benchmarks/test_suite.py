@@ -91,6 +91,7 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
         "benchmarks.plan_batches",
         "benchmarks.plan_training",
         "benchmarks.remat",
+        "benchmarks.preflight_roles",
         "benchmarks.bisect",
     ]
     assert ran[0][2:] == [
@@ -101,7 +102,7 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
         "packages/mpx",
     ]
     said = capsys.readouterr().out
-    assert "[8/8] bisect: FAILED with exit status 3" in said
+    assert "[9/9] bisect: FAILED with exit status 3" in said
     assert said.endswith("7 of 8 done, results in benchmarks/results.\nFailed: bisect.\n")
     assert rendered == [[]]
 

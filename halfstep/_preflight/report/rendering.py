@@ -214,16 +214,16 @@ def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
 
 # The picture.
 
-# Color-blind readers can also tell these colors apart (Okabe and Ito's palette).
+# Few hues, which color-blind readers can also tell apart: the arguments are blue.
 _COLORS = (
-    (PARAMETERS, "#0072B2"),
-    (OPTIMIZER, "#56B4E9"),
-    (BATCH, "#009E73"),
-    (OTHER, "#999999"),
-    (PADDING, "#dddddd"),
-    (OUTPUTS, "#CC79A7"),
-    (CODE, "#F0E442"),
-    (TEMPORARIES, "#E69F00"),
+    (PARAMETERS, "#0067a5"),
+    (OPTIMIZER, "#5da5d6"),
+    (BATCH, "#b3d4ea"),
+    (OTHER, "#8c959f"),
+    (PADDING, "#d0d7de"),
+    (OUTPUTS, "#00775a"),
+    (CODE, "#57606a"),
+    (TEMPORARIES, "#c77f2e"),
 )
 
 
@@ -232,7 +232,7 @@ def plot(entries: Sequence[PreflightEntry], path: str | os.PathLike[str]) -> Non
     figure = figure_of("a report")
     largest = max(sum(entry.memory.values()) for entry in entries)
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    figure.set_size_inches(9, 1.6 + 0.42 * len(entries))
+    figure.set_size_inches(5.4, 1.9 + 0.45 * len(entries))
     axes = figure.add_subplot()
     rows = range(len(entries))
     starts = [0.0] * len(entries)
@@ -244,27 +244,28 @@ def plot(entries: Sequence[PreflightEntry], path: str | os.PathLike[str]) -> Non
     limits = [entry.usable_bytes / scale for entry in entries]
     # A limit far off the scale would press all bars together, so it is left out; the label says
     # whether the step fits.
-    right = (max(starts) or 1.0) * 1.25
+    right = (max(starts) or 1.0) * 1.4
     near = [limit <= right * 1.6 for limit in limits]
     if any(near):
         right = max(right, *(limit * 1.12 for limit, at in zip(limits, near, strict=True) if at))
     for row, (entry, end, limit, at) in enumerate(zip(entries, starts, limits, near, strict=True)):
-        text = f" {size(entry.peak_bytes)}" + ("" if entry.fits else "  does not fit")
+        text = f" {size(entry.peak_bytes)}" + ("" if entry.fits else ",\n does not fit")
         if entry.temp_bytes is None:
             # Only the arguments are known, so only they are drawn.
-            text = "  does not fit: the compiler gave up"
-        axes.text(
-            end, row, text, va="center", fontsize=9, color="black" if entry.fits else "#b00020"
-        )
+            text = " does not fit:\n the compiler gave up"
+        # A limit near the end of the bar would cross the text: the text stands on white above it.
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0}
+        color = "black" if entry.fits else "#b00020"
+        axes.text(end, row, text, va="center", fontsize=10, color=color, bbox=box, zorder=4)
         if at:
             label = "usable memory" if row == near.index(True) else None
             axes.plot([limit, limit], [row - 0.42, row + 0.42], color="black", lw=2, label=label)
     axes.set_yticks(rows, [_name(entry, entries) for entry in entries])
     axes.invert_yaxis()
     axes.set_xlim(0, right)
-    axes.set_xlabel(f"peak memory of one device, {unit} (compiled, not run)")
+    axes.set_xlabel(f"peak of one device, {unit} (compiled, not run)")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     figure.savefig(path, dpi=150)
 
 

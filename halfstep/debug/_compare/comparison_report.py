@@ -287,12 +287,13 @@ def draw_comparison(
     """
     figure = figure_of("a comparison")
     panels = 1 + bool(gradients)
-    figure.set_size_inches(10, 4.2 * panels)
-    axes = figure.add_subplot(panels, 1, 1)
-    axes.set_title(title, fontsize=10)
-    _draw_sites(axes, sites, worst)
+    figure.set_size_inches(5.4, 4.6 * panels)
+    # Each part has its own layout: long names of parameters do not make the curve narrow.
+    parts = figure.subfigures(panels, 1, squeeze=False)[:, 0]
+    parts[0].suptitle(title, fontsize=10)
+    _draw_sites(parts[0].add_subplot(), sites, worst)
     if gradients:
-        _draw_gradients(figure.add_subplot(panels, 1, 2), gradients)
+        _draw_gradients(parts[1].add_subplot(), gradients)
     figure.savefig(path, dpi=150)
 
 
@@ -332,18 +333,19 @@ def _draw_sites(axes: Any, sites: Sequence[Deviation], worst: Sequence[Deviation
             xytext=(0, 5),
             textcoords="offset points",
             ha="center",
-            fontsize=8,
+            fontsize=10,
             color=_JUMP,
         )
         scope = f" in {site.site.scope}" if site.site.scope else ""
         names.append(f"{number}  {site.site.path or site.site.source.short} {site.site.op}{scope}")
     axes.set_yscale("log")
-    axes.set_xlabel("values in the order of a run, every iteration of a loop; x: not finite")
+    axes.margins(y=0.1)
+    axes.set_xlabel("values in the order of a run; x: not finite")
     axes.set_ylabel("relative error")
     if names:
         axes.text(
-            1.01, 1, "most error is added at\n" + "\n".join(names), transform=axes.transAxes,
-            va="top", fontsize=7,
+            0, -0.24, "most error is added at\n" + "\n".join(names), transform=axes.transAxes,
+            va="top", fontsize=10,
         )  # fmt: skip
     axes.grid(alpha=0.3)
 
@@ -355,7 +357,8 @@ def _draw_gradients(axes: Any, gradients: Sequence[GradientDeviation]) -> None:
     lengths = [one.error if math.isfinite(one.error) else 1.5 * top for one in order]
     colors = [_LINE if math.isfinite(one.error) else _JUMP for one in order]
     axes.barh(range(len(order)), lengths, color=colors)
-    axes.set_yticks(range(len(order)), [one.path for one in order], fontsize=7)
+    axes.set_yticks(range(len(order)), [one.path for one in order], fontsize=10)
     axes.invert_yaxis()
-    axes.set_xlabel("relative error of gradients, the worst; red: not finite")
+    axes.locator_params(axis="x", nbins=4)
+    axes.set_xlabel("relative error of gradients; red: not finite")
     axes.grid(alpha=0.3, axis="x")

@@ -32,7 +32,7 @@ def draw_panels(history: History, path: str | os.PathLike[str]) -> None:
             f"there is nothing to draw yet: {history.updates} updates gave no number. Call "
             "`update` with one first."
         )
-    figure.set_size_inches(8, 0.6 + 1.8 * len(panels))
+    figure.set_size_inches(5.2, 0.6 + 1.6 * len(panels))
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     skips = skipped_points(history)
     for number, (axes, (title, names)) in enumerate(zip(rows, panels.items(), strict=True)):
@@ -53,8 +53,13 @@ def draw_panels(history: History, path: str | os.PathLike[str]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if any(not label.startswith("_") for label in axes.get_legend_handles_labels()[1]):
             # Next to the title, away from the curves.
-            where = {"loc": "lower right", "bbox_to_anchor": (1, 0.98), "ncols": 3}
-            axes.legend(frameon=False, fontsize=8, **where)
+            where = {
+                "loc": "lower right",
+                "bbox_to_anchor": (1, 0.96),
+                "ncols": 3,
+                "handlelength": 1,
+            }
+            axes.legend(frameon=False, fontsize=9.5, **where)
     rows[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     rows[-1].set_xlabel("step")
     figure.savefig(path, dpi=150)
@@ -70,7 +75,7 @@ def panels_of(history: History) -> dict[str, tuple[str, ...]]:
     elif SKIPPED in known and not made:
         made["steps skipped"] = (SKIPPED,)
     if shares:
-        made["share of elements outside the compute dtype's range"] = shares
+        made["share of elements out of range"] = shares
     return made | {name: (name,) for name in history.names if name not in KNOWN}
 
 

@@ -335,15 +335,20 @@ def draw_map(
     """
     figure = figure_of("a report")
     from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
     from matplotlib.ticker import MaxNLocator
 
     values = np.asarray([trace.absmax for trace in traces]).reshape(len(traces), -1)
-    figure.set_size_inches(4.5 + 0.22 * max(10, values.shape[1]), 1.6 + 0.2 * len(traces))
+    # Narrow enough to be read on a phone, unless there are many steps.
+    figure.set_size_inches(2.9 + 0.14 * max(15, values.shape[1]), 2.0 + 0.22 * len(traces))
     bad = np.asarray([trace.bad for trace in traces]).reshape(values.shape) > 0
     known = np.isfinite(values) & (values > 0)
     magnitudes = np.full(values.shape, np.nan)
     magnitudes[known] = np.log2(values[known])
-    colors = colormaps["viridis"].with_extremes(bad="#eeeeee")
+    # One hue from light to dark; its lightest part would look like the gray of missing numbers.
+    colors = ListedColormap(colormaps["Blues"](np.linspace(0.25, 1, 256))).with_extremes(
+        bad="#e4e4e4"
+    )
     axes = figure.add_subplot()
     first = steps[0] if steps else 0
     extent = (first - 0.5, first + values.shape[1] - 0.5, len(traces) - 0.5, -0.5)
@@ -355,15 +360,23 @@ def draw_map(
     red = np.zeros((*values.shape, 4))
     red[bad] = (*(int(_BAD[i : i + 2], 16) / 255 for i in (1, 3, 5)), 1.0)
     axes.imshow(red, aspect="auto", extent=extent, interpolation="nearest")
-    axes.set_yticks(range(len(traces)), [_name(trace) for trace in traces], fontsize=7)
+    axes.set_yticks(range(len(traces)), [_name(trace) for trace in traces], fontsize=9)
     if bad_site is not None:
         for label, trace in zip(axes.get_yticklabels(), traces, strict=True):
             if trace.site == bad_site:
                 label.set_color(_BAD)
                 label.set_fontweight("bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("step; red: not finite, gray: all zero or not computed")
-    figure.colorbar(image, label="largest magnitude, as a power of 2", shrink=0.8)
+    axes.set_xlabel("step")
+    axes.xaxis.set_label_coords(-0.02, -0.02)
+    axes.xaxis.label.set_horizontalalignment("right")
+    figure.colorbar(image, ax=axes, location="bottom", fraction=0.06, aspect=40)
+    # Below the whole figure, where there is more room than below the map.
+    figure.supxlabel(
+        "color: largest magnitude, as a power of 2\n"
+        "red: not finite; gray: all zero or not computed",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=150)
 
 
