@@ -21,10 +21,12 @@ OTHERS: Mapping[str, Any] = MappingProxyType(
         for name, like in (
             ("optax.adamw, f32", "f32"),
             ("flash_adamw, 24 bits", "bf16"),
+            ("plan", "bf16"),
+            ("plan, 8 and 4 bits", "f16"),
         )
     }
 )
-"""Of optimizers."""
+"""Of optimizers and plans."""
 # Recipes by what shares a scale: a tensor, a row, or a block. Where there are two, one is dashed.
 RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -109,7 +111,8 @@ def styles_of(policies: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     for policy in others:
         recipe = {**RECIPES.get(policy, {}), "linewidth": 1.8, "label": policy}
         made[policy] = recipe if policy in RECIPES else known[policy]
-    return {**made, first: known[first]} if others[0] not in RECIPES else made
+    is_wide = others[0] in RECIPES or first not in {"f32", *OTHERS}
+    return made if is_wide else {**made, first: known[first]}
 
 
 def guess(axes: Axes, height: float) -> None:

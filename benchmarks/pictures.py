@@ -28,7 +28,8 @@ DRAWN: Mapping[str, str] = MappingProxyType(
         "preflight_roles": "benchmarks.preflight_roles",
         "loss_scaling": "benchmarks.loss_scaling",
         **dict.fromkeys(
-            ("training", "optim_training", "fp8_training", "fp8_outliers"), "benchmarks._curves"
+            ("training", "optim_training", "plan_training", "fp8_training", "fp8_outliers"),
+            "benchmarks._curves",
         ),
     }
 )
