@@ -250,6 +250,38 @@ def test_how_often_a_loop_turns(parts: dict[str, str], turns: int):
     assert sum(c.count for c in analysis.contractions) == turns
 
 
+GATE = """
+%body (s: (pred[], f32[8,8])) -> (pred[], f32[8,8]) {{
+  %s = (pred[], f32[8,8]) parameter(0)
+  %flag = pred[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %off = pred[] constant({literal})
+  %after = pred[] copy(%off)
+  ROOT %t = (pred[], f32[8,8]) tuple({after}, %y)
+}}
+
+%condition (s: (pred[], f32[8,8])) -> pred[] {{
+  %s = (pred[], f32[8,8]) parameter(0)
+  ROOT %flag = pred[] get-tuple-element(%s), index=0
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("literal", "after", "unknown"),
+    [("false", "%after", 0), ("true", "%after", 1), ("false", "%flag", 1)],
+)
+def test_update_or_skip_is_not_an_unknown_loop(literal: str, after: str, unknown: int):
+    """The loop of `optimizer_update` runs at most once: its body turns its own condition off."""
+    analysis = count(
+        "%p = (pred[], f32[8,8]) parameter(0)\n"
+        "ROOT %w = (pred[], f32[8,8]) while(%p), condition=%condition, body=%body",
+        GATE.format(literal=literal, after=after),
+    )
+    assert analysis.unknown_trip_counts == unknown
+    assert analysis.flops == 2 * 8**3
+
+
 @pytest.mark.parametrize(
     "parts",
     [

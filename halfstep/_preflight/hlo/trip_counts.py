@@ -16,6 +16,7 @@ from halfstep._preflight.hlo.parser import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LITERAL = re.compile(r"-?\d+")
+_BOOLEANS = MappingProxyType({"false": 0, "true": 1})
 _SAME_VALUE = frozenset(
     ("bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape")
 )
@@ -71,8 +72,10 @@ class ValueFrame:
             return None
         match instruction.opcode:
             case "constant":
-                literal = _LITERAL.fullmatch(instruction.arguments.strip())
-                return int(literal[0]) if literal and not path else None
+                text = instruction.arguments.strip()
+                literal = _LITERAL.fullmatch(text)
+                number = int(literal[0]) if literal else _BOOLEANS.get(text)
+                return None if path else number
             case "parameter":
                 return self.argument(int(instruction.arguments), path)
             case "get-tuple-element":
@@ -137,6 +140,19 @@ def body_frame(frame: ValueFrame, loop: Instruction, key: str) -> ValueFrame:
     return ValueFrame(frame.module, called, _invariants(frame, loop))
 
 
+def _turns_itself_off(frame: ValueFrame, loop: Instruction, flag: Value) -> bool:
+    """Return whether a loop's condition is a flag in its state that the body sets to false.
+
+    Such a loop runs at most once. `optimizer_update` and `transaction` are compiled to one, which
+    the user has not written and should not be warned of.
+    """
+    if not isinstance(flag, _Element):
+        return False
+    (body,) = frame.module.called(loop, "body")
+    inside = ValueFrame(frame.module, body, lambda number, path: _Element(path))
+    return inside.value(body.result.name, flag.path) == 0
+
+
 def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
     """Count the iterations of a `while`; `None` if the text does not say.
 
@@ -149,6 +165,8 @@ def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
         return int(known[1])
     (condition,) = frame.module.called(loop, "condition")
     inside = ValueFrame(frame.module, condition, lambda number, path: _Element(path))
+    if _turns_itself_off(frame, loop, inside.value(condition.result.name)):
+        return 1
     compared = _comparison(inside, condition.result.name)
     if compared is None:
         return None
