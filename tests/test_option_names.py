@@ -201,7 +201,7 @@ MASTER, COMPRESS = optim.master(ADAM), optim.compress(ADAM)
         (
             ADAM,
             ADAM.init(OTHER_SHAPES),
-            r"`optimizer_state` must be .*: .*mu/b must be float32\[64\]; got float32\[2\]",
+            r"the state of this optimizer for this model: 0/mu/b must be float32\[64\]; got",
         ),
         (MASTER, MASTER.init(OTHER_SHAPES), r"mu/b must be float32\[64\]; got float32\[2\]\. Make"),
         (COMPRESS, COMPRESS.init(OTHER_SHAPES), r"`optimizer_state` must be|must be stored"),

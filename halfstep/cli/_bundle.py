@@ -190,7 +190,7 @@ def _body(source: Source, renamed: Mapping[str, Mapping[str, str]]) -> str:
             case ast.arg(arg=name) if name in names:
                 raise ValueError(
                     f"{source.name}.py has a parameter {name!r} and a global of that name, which "
-                    "another example also has. Rename one of them."
+                    "another example also has. Give one of them another name."
                 )
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if name in names:
                 start = lines[node.lineno - 1].index(f" {name}", node.col_offset) + 1

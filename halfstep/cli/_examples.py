@@ -10,7 +10,16 @@ from collections.abc import Sequence
 
 from halfstep._base import aligned
 from halfstep.cli._bundle import Source, bundle, needed
-from halfstep.cli._command import CommandError, Commands, add_command, add_json, answer, kept_apart
+from halfstep.cli._command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json,
+    answer,
+    check_writable,
+    kept_apart,
+    write,
+)
 
 _DESCRIPTION = """\
 List the examples: whole training scripts in mixed precision, for Equinox, Flax,
@@ -136,8 +145,8 @@ def _chosen(found: dict[str, Example], name: str) -> Example:
     if name in found:
         return found[name]
     near = difflib.get_close_matches(name, found, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Choose from {', '.join(found)}."
-    raise CommandError(f"there is no example {name!r}. {hint}")
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise CommandError(f"there is no example {name!r}.{hint} Choose from {', '.join(found)}.")
 
 
 def _listed(found: Sequence[Example]) -> str:
@@ -150,20 +159,14 @@ def _listed(found: Sequence[Example]) -> str:
 
 def _written(folder: pathlib.Path, example: Example, text: str) -> pathlib.Path:
     path = folder / f"{example.name}.py"
-    if not folder.is_dir():
-        raise CommandError(f"cannot write {path}: there is no folder {folder}. Make it first.")
+    check_writable(str(path))
     # A file of that name may hold somebody's changes.
     if path.exists() and path.read_text() != text:
         raise CommandError(
-            f"cannot write {path}: there is another file of that name. Move it away, or give "
-            "another folder."
+            f"cannot write {path}: there is another file of that name. Give another folder, or "
+            "move that file away."
         )
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise CommandError(
-            f"cannot write {path}: {error.strerror}. Give another folder."
-        ) from error
+    write(str(path), text)
     return path
 
 

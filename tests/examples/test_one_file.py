@@ -132,13 +132,15 @@ def test_errors(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
         assert main(["examples", *words]) == 2
         return capsys.readouterr().err
 
-    assert "no example 'plain_jx'. Did you mean plain_jax?" in said("plain_jx")
+    assert "there is no example 'plain_jx'. Did you mean plain_jax?" in said("plain_jx")
     assert "no example 'zzzz'. Choose from cnn_batchnorm" in said("zzzz")
     assert "needs the name of an example. Choose from" in said("--out", str(tmp_path))
     nowhere = tmp_path / "no"
     assert "there is no folder" in said("plain_jax", "--out", str(nowhere))
     (tmp_path / "plain_jax.py").write_text("mine")
-    assert "another file of that name. Move it away" in said("plain_jax", "--out", str(tmp_path))
+    assert "another file of that name. Give another folder" in said(
+        "plain_jax", "--out", str(tmp_path)
+    )
     assert (tmp_path / "plain_jax.py").read_text() == "mine"
 
 
