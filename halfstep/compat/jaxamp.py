@@ -513,7 +513,7 @@ def _attempted(
 
     @functools.wraps(fun)
     def attempted(
-        *args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwds: Any
+        *args: Any, dynamic_scaler_state: object = None, **kwds: Any
     ) -> tuple[DynamicScalerState, Any]:
         state = _checked(dynamic_scaler_state)
         if not redo_on_nan:

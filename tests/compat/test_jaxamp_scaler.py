@@ -1,6 +1,7 @@
 """`halfstep.compat.jaxamp`: the scaler's state, and the transformations that it is applied to."""
 
 import functools
+import inspect
 import pickle
 from typing import Any
 
@@ -319,7 +320,8 @@ def test_the_scale_goes_on_as_halfsteps():
     """As the migration guide has it: a named tuple is not a loss scaling of halfstep."""
     state = jaxamp.DynamicScalerState(scaler=1024.0)
     with pytest.raises(TypeError, match="got DynamicScalerState"):
-        halfstep.filter_grad(mean, state, policy="f16")  # pyright: ignore[reportArgumentType]
+        # Unwrapped: in tests beartype would object first.
+        inspect.unwrap(halfstep.filter_value_and_grad)(mean, state, policy="f16")  # pyright: ignore[reportArgumentType]
     scaling = halfstep.DynamicLossScaling(float(state.scaler), period=int(state.patience))
     scaling, finite, _ = halfstep.filter_grad(mean, scaling, policy="f16")(W, X)
     assert finite
