@@ -103,7 +103,7 @@ def test_it_goes_on_after_a_failure(ran, monkeypatch, capsys: pytest.CaptureFixt
     ]
     said = capsys.readouterr().out
     assert "[9/9] bisect: FAILED with exit status 3" in said
-    assert said.endswith("7 of 8 done, results in benchmarks/results.\nFailed: bisect.\n")
+    assert said.endswith("8 of 9 done, results in benchmarks/results.\nFailed: bisect.\n")
     assert rendered == [[]]
 
 
