@@ -216,3 +216,28 @@ def test_a_wrong_optimizer_state_is_named(optimizer: Any, state: Any, message: s
 def test_a_wrong_state_of_update(optimizer: Any):
     with pytest.raises(optim.StateError, match=r"`optimizer_state` must be a .*State, as"):
         optimizer.update(MODEL, ADAM.init(MODEL), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"params": "weight"},
+            r"`params` names 'weight', which `loss` does not take\. Choose from weights, images",
+        ),
+        ({"params": (0, 7)}, r"`params` names 7, which `loss` does not take\. Choose from weights"),
+    ],
+)
+def test_parameters_that_the_function_does_not_have(options: Any, message: str):
+    for transform in (halfstep.autocast, halfstep.filter_grad):
+        with pytest.raises(ValueError, match=message):
+            transform(loss, **options)(W, X)
+    # Arguments that are left out, or taken by any name, are no reason to complain.
+    halfstep.autocast(loss, params=("weights", "flip", 2))(W, X)
+    halfstep.autocast(lambda w, **more: w, params=("w", "frozen"))(W)
+    halfstep.autocast(lambda *args: args[0], params=(0, 3))(W)
+
+
+def test_the_hint_has_the_users_own_names():
+    with pytest.raises(ValueError, match=r"Pass a batch .* or leave `images` out of `batch`"):
+        halfstep.filter_grad(loss, microbatches=2, batch=("images",))(W, X)

@@ -1,6 +1,7 @@
 """Trace a call as it is written, and plan it."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ def trace(
     """
     call = FlatCall(func, args, kwargs)
     arguments, arrays = call.arguments, call.arrays
+    _check_params(func, params, arguments.names)
     parameters = {
         arguments.names.index(which) if isinstance(which, str) else which
         for which in params
@@ -80,6 +82,36 @@ def trace(
     if any(stored):
         results = _results(call, arrays, default=results)
     return TracedCall(made, arrays, call.paths, call.rebuild, program, tuple(results))
+
+
+def _check_params(
+    func: Callable[..., Any], params: Collection[int | str], given: Sequence[str]
+) -> None:
+    """Raise if `params` names an argument that a function does not take.
+
+    The name would be ignored, and the argument's arrays would widen the values that they are
+    combined with, which costs memory and changes no result.
+    """
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # Built-in callables have no signature.
+        return
+    kinds = {parameter.kind for parameter in parameters}
+    named = [
+        one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    for which in params:
+        if isinstance(which, str):
+            known = which in (*named, *given) or inspect.Parameter.VAR_KEYWORD in kinds
+        else:
+            count = max(len(named), len(given))
+            known = which < count or inspect.Parameter.VAR_POSITIONAL in kinds
+        # The first argument is the default, also of functions that take none.
+        if not known and which != 0:
+            raise ValueError(
+                f"`params` names {which!r}, which `{getattr(func, '__name__', 'func')}` does not "
+                f"take. Choose from {', '.join(named)}, or give positions."
+            )
 
 
 def _results(

@@ -37,7 +37,8 @@ def _split(leaf: jax.Array | np.ndarray | np.generic, path: str, n: int) -> jax.
         raise ValueError(
             f"microbatches={n} needs the leading axis of every batch leaf to be a multiple of {n}; "
             f"`{path}` is {type_of(leaf)}, with {size}. "
-            "Select only what has a batch axis: batch=('batch/images', 'batch/labels')."
+            f"Pass a batch of another size, or leave `{path}` out of `batch` if it has no batch "
+            "axis."
         )
     leaf = jnp.asarray(leaf)
     return jnp.moveaxis(leaf.reshape((leaf.shape[0] // n, n, *leaf.shape[1:])), 1, 0)

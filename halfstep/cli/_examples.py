@@ -6,6 +6,7 @@ import difflib
 import json
 import pathlib
 import sys
+import types
 from collections.abc import Sequence
 
 from halfstep._base import aligned
@@ -30,13 +31,15 @@ The exit status is 0, and 2 if there is no such example or it cannot be written.
 """
 
 # What is to be installed for what is imported beyond halfstep's own dependencies.
-_EXTRAS = {
-    "flax": "flax",
-    "grain": "examples",
-    "haiku": "haiku",
-    "matplotlib": "examples",
-    "tqdm": "examples",
-}
+_EXTRAS = types.MappingProxyType(
+    {
+        "flax": "flax",
+        "grain": "examples",
+        "haiku": "haiku",
+        "matplotlib": "examples",
+        "tqdm": "examples",
+    }
+)
 # The file through which an example reads images.
 _IMAGES = "_data"
 
