@@ -1,8 +1,9 @@
 """Look at the built site in Chromium: `python -m docs.generators.look SITE [--shots FOLDER]`.
 
 Every page is opened at the width of a phone and of a desk, light and dark. It reports pages that
-are wider than the screen, text of too little contrast (below 4.5 to 1), and pictures of the wrong
-theme; with `--shots` it also keeps a picture of each page. Exit status 1 if there is anything.
+are wider than the screen, text of too little contrast (below 4.5 to 1), pictures of the wrong theme
+or without an alternative text, and tables that a desk does not show whole; with `--shots` it also
+keeps a picture of each page. Exit status 1 if there is anything.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import urllib.parse
 from typing import Any
 
 HARNESS = pathlib.Path(__file__).with_suffix(".html")
-WIDTHS, SCHEMES = (420, 1280), ("default", "slate")
+WIDTHS, SCHEMES = (420, 1400), ("default", "slate")
+WRONG = ("wider", "faint", "pictures", "silent", "cut")
 CHROMIUM = ("chromium", "--headless", "--no-sandbox", "--disable-gpu")
 
 
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         for width in WIDTHS:
             for scheme in SCHEMES:
                 for row in measured(address, paths, width=width, scheme=scheme):
-                    wrong = {key: row[key] for key in ("wider", "faint", "pictures") if row[key]}
+                    wrong = {key: row[key] for key in WRONG if row[key]}
                     if wrong:
                         bad += 1
                         print(f"{row['path'] or 'home'}, {width} wide, {scheme}: {wrong}")
