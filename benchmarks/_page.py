@@ -3,6 +3,7 @@
 import argparse
 import pathlib
 import re
+from collections.abc import Callable, Mapping
 
 
 def update(
@@ -31,3 +32,18 @@ def update(
     if not check:
         page.write_text(new)
     return 1 if check else 0
+
+
+def update_all(
+    argv: list[str] | None,
+    *,
+    module: str,
+    about: str | None,
+    page: pathlib.Path,
+    parts: Mapping[str, Callable[[], str]],
+) -> int:
+    """As `update`, for all parts of a page: what makes each, by its name."""
+    return max(
+        update(argv, module=module, about=about, page=page, name=name, text=make())
+        for name, make in parts.items()
+    )

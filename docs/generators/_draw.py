@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.text import Text
 
 IMAGES = pathlib.Path(__file__).parents[1] / "images"
@@ -127,12 +127,47 @@ def save(name: str, draw: Draw, *, height: float, images: pathlib.Path = IMAGES)
             figure.savefig(images / f"{name}-{kind}.svg", metadata={"Date": None})
 
 
+def save_all(pictures: Mapping[str, tuple[Draw, float]]) -> None:
+    """Write each picture of a module: what draws it, and its height."""
+    for name, (draw, height) in pictures.items():
+        save(name, draw, height=height)
+
+
 def bare(axes: Axes) -> None:
     """Take everything away but what is drawn."""
     axes.grid(visible=False)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
+
+
+def box(
+    axes: Axes,
+    middle: tuple[float, float],
+    size: tuple[float, float],
+    text: str,
+    *,
+    edge: str,
+    ink: str,
+    fill: str = "none",
+    line: str = "-",
+    fontsize: float = 9.5,
+) -> None:
+    """Draw a box with text in its middle."""
+    (x, y), (width, height) = middle, size
+    axes.add_patch(
+        FancyBboxPatch(
+            (x - width / 2, y - height / 2),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.12",
+            facecolor=fill,
+            edgecolor=edge,
+            linewidth=1.5,
+            linestyle=line,
+        )
+    )
+    axes.text(x, y, text, ha="center", va="center", fontsize=fontsize, color=ink)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:

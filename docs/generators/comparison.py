@@ -20,7 +20,7 @@ from benchmarks._documented import (
     Row,
     Said,
 )
-from benchmarks._page import update
+from benchmarks._page import update_all
 from benchmarks._report import table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -65,18 +65,8 @@ PARTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    results = [
-        update(
-            argv,
-            module="docs.generators.comparison",
-            about=__doc__,
-            page=PAGE,
-            name=name,
-            text=make(),
-        )
-        for name, make in PARTS.items()
-    ]
-    return max(results)
+    module = "docs.generators.comparison"
+    return update_all(argv, module=module, about=__doc__, page=PAGE, parts=PARTS)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import halfstep
-from docs.generators._draw import Theme, save
+from docs.generators._draw import Theme, save_all
 
 Format = halfstep.Format
 
@@ -133,8 +133,7 @@ PICTURES = {
 
 
 def main() -> None:
-    for name, (draw, height) in PICTURES.items():
-        save(name, draw, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":

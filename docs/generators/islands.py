@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 import halfstep
-from docs.generators._draw import Theme, arrow, bare, save
+from docs.generators._draw import Theme, arrow, bare, box, save_all
 
 # What makes no number of its own, and is left out of the picture.
 VIEWS = ("reduce_max", "max", "broadcast_in_dim", "stop_gradient")
@@ -59,25 +59,6 @@ def stored() -> dict[str, dict[str, float]]:
     }
 
 
-def box(axes: Axes, x: float, y: float, text: str, color: str, theme: Theme, **more: Any) -> None:
-    width, height = 2.1, 0.62
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - width / 2, y - height / 2),
-            width,
-            height,
-            boxstyle="round,pad=0,rounding_size=0.12",
-            facecolor=more.get("fill", color),
-            edgecolor=color,
-            linewidth=1.6,
-            linestyle=more.get("line", "-"),
-        )
-    )
-    axes.text(
-        x, y, text, ha="center", va="center", fontsize=9.5, color=more.get("ink", theme.paper)
-    )
-
-
 def draw_flow(axes: Axes, theme: Theme) -> None:
     """Forward down the left, backward up the right, and what waits in memory between them."""
     found = operations()
@@ -101,22 +82,13 @@ def draw_flow(axes: Axes, theme: Theme) -> None:
     for index, entry in enumerate(found):
         dtype = entry.outs[0].dtype
         text = f"{entry.name}, {dtype}"
-        box(axes, left, place[index], text, shades[dtype], theme)
+        shade = shades[dtype]
+        size, at = (2.1, 0.62), place[index]
+        box(axes, (left, at), size, text, fill=shade, edge=shade, ink=theme.paper)
         if index in inside:
-            box(
-                axes,
-                right,
-                place[index],
-                text,
-                shades[dtype],
-                theme,
-                fill="none",
-                line="--",
-                ink=theme.ink,
-            )
+            box(axes, (right, at), size, text, edge=shade, line="--", ink=theme.ink)
         else:
-            said = f"gradient, {dtype}"
-            box(axes, right, place[index], said, shades[dtype], theme, fill="none", ink=theme.ink)
+            box(axes, (right, at), size, f"gradient, {dtype}", edge=shade, ink=theme.ink)
         if index:
             start, end = place[index - 1] - 0.31, place[index] + 0.31
             arrow(axes, (left, start), (left, end), theme.ink)
@@ -183,8 +155,7 @@ PICTURES = {"islands": (draw, 6.6)}
 
 
 def main() -> None:
-    for name, (drawing, height) in PICTURES.items():
-        save(name, drawing, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":

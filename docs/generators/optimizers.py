@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from matplotlib.figure import Figure
 
-from docs.generators._draw import Theme, save
+from docs.generators._draw import Theme, save_all
 from halfstep import optim
 
 SHAPE = (4096, 12288)
@@ -95,8 +95,7 @@ PICTURES = {"optimizers-bytes": (draw, 4.4)}
 
 
 def main() -> None:
-    for name, (drawing, height) in PICTURES.items():
-        save(name, drawing, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 Which devices multiply 8 bits is read from the table of accelerators.
 """
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
 import halfstep
-from docs.generators._draw import Theme, arrow, bare, save
+from docs.generators._draw import Theme, arrow, bare, box, save_all
 from docs.generators.support import recipe_products
 from halfstep._preflight import ACCELERATORS
 
@@ -53,46 +51,24 @@ def questions() -> list[tuple[str, str, str, str]]:
     ]
 
 
-def box(axes: Axes, x: float, y: float, size: tuple[float, float], text: str, **look: str) -> None:
-    width, height = size
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - width / 2, y - height / 2),
-            width,
-            height,
-            boxstyle="round,pad=0,rounding_size=0.15",
-            facecolor=look["fill"],
-            edgecolor=look["edge"],
-            linewidth=1.5,
-        )
-    )
-    axes.text(x, y, text, ha="center", va="center", fontsize=9.5, color=look["ink"])
-
-
 def draw(figure: Figure, theme: Theme) -> None:
     axes = figure.subplots()
     left, right, step, height = 1.65, 5.8, 1.75, 1.2
     rows = questions()
     for place, (question, answer, action, onward) in enumerate(rows):
         y = -step * place
-        box(axes, left, y, (3.1, height), question, fill="none", edge=theme.ink, ink=theme.ink)
-        box(
-            axes,
-            right,
-            y,
-            (3.1, height),
-            action,
-            fill=theme.orange,
-            edge=theme.orange,
-            ink=theme.paper,
-        )
+        size = (3.1, height)
+        box(axes, (left, y), size, question, edge=theme.ink, ink=theme.ink)
+        shade, ink = theme.orange, theme.paper
+        box(axes, (right, y), size, action, fill=shade, edge=shade, ink=ink)
         arrow(axes, (left + 1.55, y), (right - 1.55, y), theme.ink)
         axes.text((left + right) / 2 + 0.05, y + 0.1, answer, ha="center", va="bottom", fontsize=9)
         arrow(axes, (left, y - height / 2), (left, y - step + height / 2), theme.ink)
         axes.text(left + 0.12, y - step / 2, onward, va="center", fontsize=9)
     end = -step * len(rows)
     said = 'done: "bf16"\nand NoLossScaling()'
-    box(axes, left, end + 0.2, (3.1, 0.8), said, fill=theme.blue, edge=theme.blue, ink=theme.paper)
+    shade, ink = theme.blue, theme.paper
+    box(axes, (left, end + 0.2), (3.1, 0.8), said, fill=shade, edge=shade, ink=ink)
     axes.set_xlim(0, 7.35)
     axes.set_ylim(end - 0.3, height / 2 + 0.1)
     bare(axes)
@@ -102,8 +78,7 @@ PICTURES = {"policies": (draw, 6.0)}
 
 
 def main() -> None:
-    for name, (drawing, height) in PICTURES.items():
-        save(name, drawing, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import halfstep
-from docs.generators._draw import Theme, save
+from docs.generators._draw import Theme, save_all
 
 NAMES = ("f32", "f16", "bf16")
 WIDTHS = {"f32": 3.2, "f16": 1.8, "bf16": 1.8}
@@ -182,8 +182,7 @@ PICTURES = {
 
 
 def main() -> None:
-    for name, (draw, height) in PICTURES.items():
-        save(name, draw, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import halfstep
-from docs.generators._draw import Theme, bare, save
+from docs.generators._draw import Theme, bare, save_all
 from halfstep import optim
 
 DEVICES = 4
@@ -105,8 +105,7 @@ def main() -> None:
     # Host devices, also where an accelerator is.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    for name, (drawing, height) in PICTURES.items():
-        save(name, drawing, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import halfstep
-from benchmarks._page import update
+from benchmarks._page import update_all
 from benchmarks._report import table
 from halfstep._preflight import ACCELERATORS, Accelerator
 
@@ -167,18 +167,8 @@ PARTS = {"hardware": hardware, "features": features, "versions": versions}
 
 
 def main(argv: list[str] | None = None) -> int:
-    results = [
-        update(
-            argv,
-            module="docs.generators.support",
-            about=__doc__,
-            page=PAGE,
-            name=name,
-            text=make(),
-        )
-        for name, make in PARTS.items()
-    ]
-    return max(results)
+    module = "docs.generators.support"
+    return update_all(argv, module=module, about=__doc__, page=PAGE, parts=PARTS)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 
 import halfstep
-from docs.generators._draw import Theme, arrow, bare, save
+from docs.generators._draw import Theme, arrow, bare, box, save_all
 
 PAGE = pathlib.Path(__file__).parents[1] / "tour.md"
 LAST = "opt_state"
@@ -85,37 +83,23 @@ def outcomes() -> dict[bool, str]:
     return made
 
 
-def box(axes: Axes, x: float, y: float, size: tuple[float, float], text: str, **look: Any) -> None:
-    width, height = size
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - width / 2, y - height / 2),
-            width,
-            height,
-            boxstyle="round,pad=0,rounding_size=0.12",
-            facecolor=look["fill"],
-            edgecolor=look["edge"],
-            linewidth=1.5,
-        )
-    )
-    axes.text(x, y, text, ha="center", va="center", color=look["ink"])
-
-
 def draw(figure: Figure, theme: Theme) -> None:
     axes = figure.subplots()
     found, middle, gap, height = steps(), 2.5, 1.12, 0.78
     for place, (title, dtype, low) in enumerate(found):
         shade = theme.blue if low else theme.orange
+        text = f"{title}\n{dtype}"
         look = {"fill": shade, "edge": shade, "ink": theme.paper}
-        box(axes, middle, -gap * place, (4.2, height), f"{title}\n{dtype}", **look)
+        box(axes, (middle, -gap * place), (4.2, height), text, **look, fontsize=10.5)
         end = -gap * (place + 1) + height / 2
         arrow(axes, (middle, -gap * place - height / 2), (middle, end), theme.ink)
     verdict = -gap * len(found)
-    plain = {"fill": "none", "edge": theme.ink, "ink": theme.ink}
-    box(axes, middle, verdict, (4.2, height), "verdict: loss and all\ngradients finite?", **plain)
+    plain = {"edge": theme.ink, "ink": theme.ink}
+    asked = "verdict: loss and all\ngradients finite?"
+    box(axes, (middle, verdict), (4.2, height), asked, **plain, fontsize=10.5)
     for (finite, said), x in zip(outcomes().items(), (1.22, 3.78), strict=True):
         bottom = verdict - 1.6
-        box(axes, x, bottom, (2.38, 1.1), said, **plain)
+        box(axes, (x, bottom), (2.38, 1.1), said, **plain, fontsize=10.5)
         arrow(axes, (x, verdict - height / 2), (x, bottom + 0.55), theme.ink)
         axes.text(x + 0.1, verdict - 0.72, "yes" if finite else "no", va="center")
     axes.set_xlim(0, 5)
@@ -127,8 +111,7 @@ PICTURES = {"tour-step": (draw, 7.2)}
 
 
 def main() -> None:
-    for name, (drawing, height) in PICTURES.items():
-        save(name, drawing, height=height)
+    save_all(PICTURES)
 
 
 if __name__ == "__main__":
