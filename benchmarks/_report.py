@@ -6,7 +6,9 @@ import json
 import os
 import pathlib
 import platform
+import re
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import halfstep
@@ -64,6 +66,28 @@ def parser(module: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_sources(
+    options: argparse.ArgumentParser, *, drawn: str | None = None, quick: str | None = None
+) -> None:
+    """Add `--from`, and the options that a benchmark has: `--plot` and `--quick`.
+
+    Args:
+        options: The parser.
+        drawn: What `--plot` draws; without it, the benchmark has no picture.
+        quick: How small a quick run is; without it, the benchmark has none.
+    """
+    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
+    if drawn is not None:
+        options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help=f"draw {drawn}")
+    if quick is not None:
+        options.add_argument("--quick", action="store_true", help=quick)
+
+
+def read_or_make(given: argparse.Namespace, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The report of `--from`, or a new one."""
+    return json.loads(pathlib.Path(given.source).read_text()) if given.source else make()
+
+
 def report(module: str, results: dict[str, Any], *, packages: tuple[str, ...]) -> dict[str, Any]:
     """Results with what is needed to reproduce them."""
     return {
@@ -74,9 +98,15 @@ def report(module: str, results: dict[str, Any], *, packages: tuple[str, ...]) -
     }
 
 
+def to_json(report: Mapping[str, Any]) -> str:
+    """JSON with one line for each list of numbers: curves would else be thousands of lines."""
+    text = json.dumps(report, indent=2)
+    return re.sub(r"\[([^\[\]{}]*)\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+
+
 def write(report: dict[str, Any], where: str | None) -> None:
     """Write a report as JSON, if asked to."""
-    text = json.dumps(report, indent=2)
+    text = to_json(report)
     if where == "-":
         print(text)
     elif where is not None:

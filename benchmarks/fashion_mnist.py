@@ -10,11 +10,9 @@ Accuracy is all this measures: on a CPU the time of a step says nothing about 16
 """
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
@@ -31,7 +29,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 
 from benchmarks._pictures import save
-from benchmarks._report import parser, report
+from benchmarks._report import add_sources, parser, read_or_make, report, write
 from examples._data import FASHION_MNIST, load_fashion_mnist
 from examples._log import Record
 from examples._plot import draw_curves
@@ -156,12 +154,6 @@ def measure(directory: pathlib.Path, seeds: Sequence[int], steps: int) -> dict[s
     return report(MODULE, results, packages=("numpy",))
 
 
-def to_json(made: Mapping[str, Any]) -> str:
-    """JSON with one line for each list of numbers; the curves would else be thousands of lines."""
-    text = json.dumps(made, indent=2)
-    return re.sub(r"\[([^\[\]{}]*)\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-
-
 def plot(made: Mapping[str, Any], path: pathlib.Path) -> None:
     """The mean curves of each policy, with the band from the lowest to the highest seed."""
     runs: dict[str, list[list[Record]]] = {policy: [] for policy in POLICIES}
@@ -196,20 +188,13 @@ def show(made: Mapping[str, Any], file: TextIO) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(MODULE, "Accuracy of a ViT in float32, bfloat16 and float16.")
-    arguments.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the curves")
-    arguments.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
+    add_sources(arguments, drawn="the curves")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--steps", type=int, default=400)
     arguments.add_argument("--data", type=pathlib.Path, default=FASHION_MNIST)
     options = arguments.parse_args(argv)
-    if options.source:
-        made = json.loads(pathlib.Path(options.source).read_text())
-    else:
-        made = measure(options.data, options.seeds, options.steps)
-    if options.json == "-":
-        print(to_json(made))
-    elif options.json:
-        pathlib.Path(options.json).write_text(to_json(made) + "\n")
+    made = read_or_make(options, lambda: measure(options.data, options.seeds, options.steps))
+    write(made, options.json)
     if options.plot:
         plot(made, options.plot)
     show(made, sys.stderr if options.json == "-" else sys.stdout)

@@ -7,8 +7,6 @@ A network of two layers learns a smooth function on this machine's CPU. The scal
 than by default, so that a run of a few hundred steps shows how it moves.
 """
 
-import argparse
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ import optax
 from tqdm import tqdm
 
 import halfstep
-from benchmarks._report import parser, report, write
+from benchmarks._report import add_sources, parser, read_or_make, report, write
 
 MODULE = "benchmarks.loss_scaling"
 STEPS, QUICK_STEPS = 300, 30
@@ -134,15 +132,11 @@ def text(result: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or read an earlier report; write and draw it."""
-    options: argparse.ArgumentParser = parser(MODULE, __doc__ or "")
-    options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the scale")
-    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
-    options.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps")
+    options = parser(MODULE, __doc__ or "")
+    add_sources(options, drawn="the scale", quick=f"{QUICK_STEPS} steps")
     given = options.parse_args(argv)
-    if given.source:
-        made = json.loads(pathlib.Path(given.source).read_text())
-    else:
-        made = report(MODULE, measure(QUICK_STEPS if given.quick else STEPS), packages=())
+    steps = QUICK_STEPS if given.quick else STEPS
+    made = read_or_make(given, lambda: report(MODULE, measure(steps), packages=()))
     write(made, given.json)
     if given.plot:
         plot(made, given.plot)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import halfstep
 from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, vit
-from benchmarks._report import parser, report, table
+from benchmarks._report import add_sources, parser, read_or_make, report, table
 from benchmarks._steps import DONATED, VARIANTS, arguments
 from halfstep._preflight.preflight_errors import RefusedError
 
@@ -323,11 +323,8 @@ def to_json(made: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser(MODULE, __doc__ or "")
-    options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the figures")
-    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
-    options.add_argument(
-        "--quick", action="store_true", help="one block, one batch, two targets: a minute or two"
-    )
+    quick = "one block, one batch, two targets: a minute or two"
+    add_sources(options, drawn="the figures", quick=quick)
     options.add_argument(
         "--only",
         action="append",
@@ -336,10 +333,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         help="only rows with this model, target, maker of products, 'batch N' or step, and f32",
     )
     parsed = options.parse_args(argv)
-    if parsed.source:
-        made = json.loads(pathlib.Path(parsed.source).read_text())
-    else:
-        made = measure(QUICK if parsed.quick else FULL, parsed.only)
+    plan = QUICK if parsed.quick else FULL
+    made = read_or_make(parsed, lambda: measure(plan, parsed.only))
     if parsed.json == "-":
         print(to_json(made))
     else:

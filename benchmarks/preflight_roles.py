@@ -8,7 +8,6 @@ and for a TPU v5e, without either. Nothing is run.
 """
 
 import functools
-import json
 import os
 import pathlib
 import re
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import halfstep
-from benchmarks._report import parser, report, write
+from benchmarks._report import add_sources, parser, read_or_make, report, write
 
 MODULE = "benchmarks.preflight_roles"
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "preflight.md"
@@ -128,16 +127,11 @@ def text(result: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Compile, or read an earlier report; write and draw it."""
     options = parser(MODULE, __doc__ or "")
-    options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the roles")
-    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
-    options.add_argument("--quick", action="store_true", help="a small batch, and one target")
+    add_sources(options, drawn="the roles", quick="a small batch, and one target")
     given = options.parse_args(argv)
-    if given.source:
-        made = json.loads(pathlib.Path(given.source).read_text())
-    else:
-        size = (QUICK_TARGETS, QUICK_EXAMPLES) if given.quick else (TARGETS, None)
-        packages = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu")
-        made = report(MODULE, {"rows": measure(*size)}, packages=packages)
+    size = (QUICK_TARGETS, QUICK_EXAMPLES) if given.quick else (TARGETS, None)
+    packages = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu")
+    made = read_or_make(given, lambda: report(MODULE, {"rows": measure(*size)}, packages=packages))
     write(made, given.json)
     if given.plot:
         plot(made, given.plot)

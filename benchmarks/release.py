@@ -5,9 +5,7 @@ Steps are compiled by XLA's own compilers for hardware that is not there. Needs
 """
 
 import dataclasses
-import json
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ from tqdm import tqdm
 
 import halfstep
 from benchmarks import _llama
-from benchmarks._report import parser, report, table, write
+from benchmarks._report import add_sources, parser, read_or_make, report, table, write
 from halfstep import optim
 from halfstep._preflight.preflight_errors import RefusedError
 from tests.models.stack import Stack as Model, gradients_first, mlp
@@ -195,13 +193,9 @@ COLUMNS = {
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser(MODULE, __doc__ or "")
-    options.add_argument("--quick", action="store_true", help="a small model, two targets")
-    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
+    add_sources(options, quick="a small model, two targets")
     parsed = options.parse_args(argv)
-    if parsed.source:
-        made = json.loads(pathlib.Path(parsed.source).read_text())
-    else:
-        made = measure(QUICK if parsed.quick else FULL)
+    made = read_or_make(parsed, lambda: measure(QUICK if parsed.quick else FULL))
     write(made, parsed.json)
     if parsed.json != "-":
         print(table(lines(made), COLUMNS))

@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from tqdm import tqdm
 
 import halfstep
-from benchmarks._report import parser, report, table
+from benchmarks._report import add_sources, parser, read_or_make, report, table
 from benchmarks._scale_steps import ALL, DONATED, GROUPS, RECIPES, Size, model
 from benchmarks._scale_tables import sent
 from halfstep._preflight import ACCELERATORS
@@ -249,9 +249,7 @@ def figure(size: int | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser(MODULE, __doc__ or "")
-    options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the figures")
-    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
-    options.add_argument("--quick", action="store_true", help="a tiny model on up to four devices")
+    add_sources(options, drawn="the figures", quick="a tiny model on up to four devices")
     options.add_argument("--fresh", action="store_true", help="compile also what FILE has")
     options.add_argument(
         "--only",
@@ -261,12 +259,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         help="only rows with this model, target, accelerator, layout, recipe or 'N devices'",
     )
     parsed = options.parse_args(argv)
-    if parsed.source:
-        made = json.loads(pathlib.Path(parsed.source).read_text())
-    else:
-        path = None if parsed.json in (None, "-") else pathlib.Path(parsed.json)
-        plan = QUICK if parsed.quick else FULL
-        made = measure(plan, path=path, only=parsed.only, fresh=parsed.fresh)
+    path = None if parsed.json in (None, "-") else pathlib.Path(parsed.json)
+    plan = QUICK if parsed.quick else FULL
+    made = read_or_make(
+        parsed, lambda: measure(plan, path=path, only=parsed.only, fresh=parsed.fresh)
+    )
     print(to_json(made) if parsed.json == "-" else show(made))
     if parsed.plot:
         from benchmarks._scale_figure import plot

@@ -12,10 +12,7 @@ the time of a step says nothing about 16 bits. Needs `halfstep[examples]`.
 
 import argparse
 import dataclasses
-import json
 import os
-import pathlib
-import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +28,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 from tqdm import tqdm
 
-from benchmarks._report import parser, report, table
+from benchmarks._report import add_sources, parser, read_or_make, report, table, write
 from benchmarks._runs import Trainer
 from benchmarks._tasks import Schedule, Task, fashion_mnist, python_sources
 
@@ -197,12 +194,6 @@ def measure(
     return report(module, results, packages=("numpy",))
 
 
-def to_json(made: Mapping[str, Any]) -> str:
-    """JSON with one line for each list of numbers."""
-    text = json.dumps(made, indent=2)
-    return re.sub(r"\[([^\[\]{}]*)\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-
-
 def show(made: Mapping[str, Any], file: TextIO) -> None:
     """The figures, for people."""
     columns = {
@@ -235,21 +226,11 @@ def run(
     bar_percent: float = BAR_PERCENT,
 ) -> int:
     """The command: where the report comes from, and where it goes."""
-    options.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="draw the curves")
-    options.add_argument("--from", dest="source", metavar="FILE", help="an earlier report")
-    options.add_argument("--quick", action="store_true", help="tiny models, twenty steps, one seed")
+    add_sources(options, drawn="the curves", quick="tiny models, twenty steps, one seed")
     parsed = options.parse_args(argv)
-    if parsed.source:
-        made = json.loads(pathlib.Path(parsed.source).read_text())
-    else:
-        made = make(parsed.quick)
+    made = read_or_make(parsed, lambda: make(parsed.quick))
     made["bar_percent"] = bar_percent
-    if parsed.json == "-":
-        print(to_json(made))
-    elif parsed.json:
-        path = pathlib.Path(parsed.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_json(made) + "\n")
+    write(made, parsed.json)
     if parsed.plot:
         from benchmarks._curves import plot
 
