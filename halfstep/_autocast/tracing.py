@@ -11,7 +11,7 @@ import numpy as np
 from halfstep._autocast.kinds import Kind, is_subject
 from halfstep._autocast.planning import plan
 from halfstep._autocast.plans import FLOAT32, Plan, Settings
-from halfstep._base import ClosedJaxpr, FlatCall, MarkedLeaf
+from halfstep._base import ClosedJaxpr, FlatCall, MarkedLeaf, parameters_of
 from halfstep._program import graph_of
 
 
@@ -92,10 +92,10 @@ def _check_params(
     The name would be ignored, and the argument's arrays would widen the values that they are
     combined with, which costs memory and changes no result.
     """
-    try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # Built-in callables have no signature.
+    found = parameters_of(func)
+    if found is None:
         return
+    parameters = found.values()
     kinds = {parameter.kind for parameter in parameters}
     named = [
         one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)

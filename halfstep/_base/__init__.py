@@ -55,6 +55,7 @@ from halfstep._base.jaxprs import (
 from halfstep._base.options import (
     check_options as check_options,
     option_names as option_names,
+    parameters_of as parameters_of,
     refusing as refusing,
 )
 from halfstep._base.private_jax import (

@@ -144,14 +144,19 @@ def _too_many(owner: Any, names: Sequence[str], others: Sequence[str], args: Seq
 _CALLABLE = typing.get_origin(Callable[..., Any])
 
 
+def parameters_of(func: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return a function's parameters; `None` for built-in callables without a signature."""
+    try:
+        return inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def _call_of(func: Callable[..., Any]) -> tuple[str, str]:
     """Return a function's name, and the names of its parameters as they stand in a call."""
     name = getattr(func, "__name__", "func")
     name = name if name.isidentifier() else "func"
-    try:
-        return name, ", ".join(inspect.signature(func).parameters) or "..."
-    except (TypeError, ValueError):  # Built-in callables have no signature.
-        return name, "..."
+    return name, ", ".join(parameters_of(func) or ()) or "..."
 
 
 def check_options(owner: Any, given: Mapping[str, Any], known: Collection[str]) -> None:
@@ -206,11 +211,8 @@ def refusing(
 def _check_names(
     owner: Any, options: Collection[str], func: Callable[..., Any], given: Mapping[str, Any]
 ) -> None:
-    try:
-        parameters = inspect.signature(func).parameters
-    except (TypeError, ValueError):  # Built-in callables have no signature.
-        return
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    parameters = parameters_of(func)
+    if parameters is None or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
     for name, value in given.items():
         if name in parameters:

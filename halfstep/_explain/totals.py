@@ -149,7 +149,7 @@ def totals_of(
         entries: The operations.
         settings: What the user has asked for.
         added: How many casts are added to the function's own.
-        stored: The values kept for the backward pass; `None` if there is no derivative.
+        stored: The values kept for the backward pass; `None` without a derivative.
         written: The same for the function as it is written.
     """
     counted = _contraction_flops(entries)

@@ -25,6 +25,7 @@ from halfstep._training.scaling import (
     DynamicLossScaling as DynamicLossScaling,
     NoLossScaling as NoLossScaling,
     StaticLossScaling as StaticLossScaling,
+    multiplied as multiplied,
     power_of_two as power_of_two,
 )
 from halfstep._training.update import (

@@ -38,7 +38,7 @@ def power_of_two(value: SupportsFloat, name: str) -> float:
     return number
 
 
-def _multiply(tree: T, factor: Array) -> T:
+def multiplied(tree: T, factor: Array) -> T:
     """Multiply the inexact leaves in at least float32.
 
     A 16-bit product could leave the range of its format, up or down, before anything looks at it.
@@ -170,12 +170,12 @@ class DynamicLossScaling(AbstractLossScaling):
 
     def scale(self, tree: T) -> T:
         """Multiply the inexact leaves by the scale, in float32 or wider."""
-        return _multiply(tree, self.loss_scaling)
+        return multiplied(tree, self.loss_scaling)
 
     def unscale(self, tree: T) -> T:
         """Divide the inexact leaves by the scale, in float32 or wider."""
         # The reciprocal of a power of two is exact, so this is a division without its cost.
-        return _multiply(tree, 1.0 / self.loss_scaling)
+        return multiplied(tree, 1.0 / self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
         """Return the scaling for the next step, given whether this step's gradients were finite."""
@@ -228,11 +228,11 @@ class StaticLossScaling(AbstractLossScaling):
 
     def scale(self, tree: T) -> T:
         """Multiply the inexact leaves by the scale, in float32 or wider."""
-        return _multiply(tree, self.loss_scaling)
+        return multiplied(tree, self.loss_scaling)
 
     def unscale(self, tree: T) -> T:
         """Divide the inexact leaves by the scale, in float32 or wider."""
-        return _multiply(tree, 1.0 / self.loss_scaling)
+        return multiplied(tree, 1.0 / self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScaling":
         """Return the scaling itself."""

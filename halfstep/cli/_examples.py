@@ -27,7 +27,7 @@ List the examples: whole training scripts in mixed precision, for Equinox, Flax,
 Haiku and plain JAX. With a name, print that example as one file that runs by
 itself; with --out, write it into a folder, and say what it needs.
 
-The exit status is 0, and 2 if there is no such example or it cannot be written.
+The exit status is 0, and 2 for an unknown example or one that cannot be written.
 """
 
 # What is to be installed for what is imported beyond halfstep's own dependencies.
@@ -149,7 +149,7 @@ def _chosen(found: dict[str, Example], name: str) -> Example:
         return found[name]
     near = difflib.get_close_matches(name, found, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise CommandError(f"there is no example {name!r}.{hint} Choose from {', '.join(found)}.")
+    raise CommandError(f"unknown example {name!r}.{hint} Choose from {', '.join(found)}.")
 
 
 def _listed(found: Sequence[Example]) -> str:

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from halfstep import _program, _training
 from halfstep._autocast import CONTRACTIONS, rewritten, settings_of
-from halfstep._base import DTypeLike, at_least_float32, is_inexact, varying_axes
+from halfstep._base import DTypeLike, at_least_float32, varying_axes
 from halfstep._policy import (
     Operation,
     Policy,
@@ -31,7 +31,7 @@ from halfstep._policy import (
     cast_tree,
     is_castable,
 )
-from halfstep._training import vary
+from halfstep._training import multiplied, vary
 from halfstep.compat._scale import CEILING
 
 __all__ = (
@@ -349,25 +349,13 @@ def _adjusted(state: DynamicScalerState, finite: Array) -> DynamicScalerState:
 def _scaled(result: Any, state: DynamicScalerState) -> Any:
     """Scale a function's result; of `(value, aux)`, the value."""
     if isinstance(result, tuple) and len(result) == 2:
-        return _multiplied(result[0], state.scaler), result[1]
-    return _multiplied(result, state.scaler)
+        return multiplied(result[0], state.scaler), result[1]
+    return multiplied(result, state.scaler)
 
 
 def _unscaled(results: Any, state: DynamicScalerState) -> Any:
     """Unscale everything that a transformation returns."""
-    return _multiplied(results, 1.0 / state.scaler)
-
-
-def _multiplied(tree: T, factor: Array) -> T:
-    # In float32 or wider: a product in 16 bits could leave the range of its format.
-    def multiplied(leaf: Any) -> Any:
-        if not is_inexact(leaf):
-            return leaf
-        leaf = jnp.asarray(leaf)
-        wide = at_least_float32(leaf.dtype)
-        return leaf.astype(wide) * factor.astype(wide)
-
-    return jtu.tree_map(multiplied, tree)
+    return multiplied(results, 1.0 / state.scaler)
 
 
 def _count(redo_on_nan: int) -> int:
@@ -456,7 +444,7 @@ def dynamic_scale_value_and_grad(
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             result = fun(*args, **kwds)
             loss, _ = result if has_aux else (result, None)
-            return _multiplied(loss, state.scaler), result
+            return multiplied(loss, state.scaler), result
 
         # The result is passed through as auxiliary output, so that the returned value was never
         # scaled.
