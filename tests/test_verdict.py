@@ -135,6 +135,32 @@ def test_magnitudes():
     assert np.isnan(magnitudes([jnp.asarray([np.nan, 9.0], jnp.float16)])[0])
 
 
+def test_small_vectors_are_read_together():
+    """Biases and norms of one type share a reduction; matrices are not copied."""
+    tree = {f"b{i}": jnp.full(8, i, jnp.float32) for i in range(20)}
+    tree |= {f"h{i}": jnp.full(8, i, jnp.float16) for i in range(5)}
+    tree |= {"w": jnp.full((8, 8), 50.0), "z": jnp.full((8, 8), 60.0)}
+    jaxpr = jax.make_jaxpr(magnitudes)(tree).jaxpr
+    assert sum(eqn.primitive.name == "reduce_max" for eqn in jaxpr.eqns) == 4
+    assert max(eqn.outvars[0].aval.size for eqn in jaxpr.eqns) == 20 * 8
+    expected = [float(leaf.reshape(-1)[0]) for leaf in jax.tree.leaves(tree)]
+    assert np.array_equal(magnitudes(tree), expected)
+    tree["b7"] = tree["b7"].at[3].set(jnp.nan)
+    bad = [not np.isfinite(value) for value in magnitudes(tree)]
+    assert [index for index, is_bad in enumerate(bad) if is_bad] == [sorted(tree).index("b7")]
+
+
+def test_vectors_that_are_divided_differently_are_not_read_together(mesh: jax.sharding.Mesh):
+    """On a mesh with explicit axes, their types differ, and stacking them would be an error."""
+    kinds = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    rows = jax.sharding.NamedSharding(explicit, jax.P(mesh.axis_names[0]))
+    whole = jax.sharding.NamedSharding(explicit, jax.P())
+    tree = [jax.device_put(jnp.full(8, i + 1.0), where) for i, where in enumerate((rows, whole))]
+    with jax.set_mesh(explicit):
+        assert np.array_equal(jax.jit(magnitudes)(tree), [1, 2])
+
+
 def test_boolean_algebra():
     true, false = (Verdict(jnp.asarray(v), jnp.asarray(v), jnp.asarray(-1)) for v in (True, False))
     assert bool(~false)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Hashable, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -26,23 +26,27 @@ IntLike: TypeAlias = Int[Array, "..."]
 _UNSIGNED = MappingProxyType({2: jnp.uint16, 4: jnp.uint32})
 
 
-def _top(leaf: ArrayLike) -> tuple[UInt[Array, ""], np.dtype]:
-    """Return the bits of the largest magnitude in a leaf, shifted left by its sign, and its dtype.
+# Vectors of at most this many elements (biases, norms) are copied next to those of the same type,
+# and read together: each reduction of its own is a kernel, and most leaves of a model are vectors.
+_SMALL = 4096
+
+
+def _tops(leaf: Array, axes: Sequence[int]) -> tuple[UInt[Array, "..."], np.dtype]:
+    """Return the bits of the largest magnitudes along axes, shifted left by the sign, and a dtype.
 
     This is a maximum of integers, because a maximum of floats loses NaN (seen in XLA:CPU's
     vectorized reduction), and because it compiles to fewer instructions than a conjunction of
     `isfinite`. Infinities and NaN have the largest bits of all.
     """
-    leaf = jnp.asarray(leaf)
     if leaf.dtype.itemsize > 4 or leaf.size == 0:
         # No 32-bit word holds a float64 or complex number, and an empty leaf has no maximum.
-        finite = jnp.all(jnp.isfinite(leaf))
-        leaf = jnp.where(finite, np.float32(0), np.float32(np.inf))
+        finite = jnp.all(jnp.isfinite(leaf), axis=tuple(axes))
+        leaf, axes = jnp.where(finite, np.float32(0), np.float32(np.inf)), ()
     elif leaf.dtype.itemsize not in _UNSIGNED:
         leaf = leaf.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize])
     # The shift drops the highest bit, which is the sign.
-    top = jax.lax.reduce_max(jax.lax.shift_left(bits, bits.dtype.type(1)), tuple(range(bits.ndim)))
+    top = jax.lax.reduce_max(jax.lax.shift_left(bits, bits.dtype.type(1)), tuple(axes))
     return top, leaf.dtype
 
 
@@ -52,19 +56,30 @@ def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
     For a leaf that float32 cannot hold (float64, complex), the result is 0 if the leaf is finite,
     and infinity otherwise.
     """
-    tops = [_top(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
-    if not tops:
-        return jnp.zeros(0, jnp.float32)
+    leaves = [jnp.asarray(leaf) for leaf in jtu.tree_leaves(tree) if is_inexact(leaf)]
+    # Leaves that are read together, by their type: it includes how they are divided over a mesh.
+    together: dict[Hashable, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        is_small = leaf.ndim == 1 and leaf.size <= _SMALL
+        together.setdefault(jax.typeof(leaf) if is_small else index, []).append(index)
     # Back to floats as one vector per dtype, and then into the order of the leaves: one conversion
     # per leaf would be hundreds of small operations in a large model.
-    order, values = [], []
-    for dtype in {dtype: None for _, dtype in tops}:
-        indices = [index for index, (_, other) in enumerate(tops) if other == dtype]
-        stacked = jnp.stack([tops[index][0] for index in indices])
+    by_dtype: dict[np.dtype, tuple[list[int], list[Array]]] = {}
+    for indices in together.values():
+        stacked = jnp.stack([leaves[index] for index in indices])
+        tops, dtype = _tops(stacked, range(1, stacked.ndim))
+        order, found = by_dtype.setdefault(dtype, ([], []))
         order += indices
-        values.append(jax.lax.bitcast_convert_type(stacked >> 1, dtype).astype(jnp.float32))
+        found.append(tops)
+    if not by_dtype:
+        return jnp.zeros(0, jnp.float32)
+    order = [index for indices, _ in by_dtype.values() for index in indices]
+    values = [
+        jax.lax.bitcast_convert_type(jnp.concatenate(found) >> 1, dtype).astype(jnp.float32)
+        for dtype, (_, found) in by_dtype.items()
+    ]
     joined = jnp.concatenate(values)
-    return joined if len(values) == 1 else joined[np.argsort(order)]
+    return joined if order == sorted(order) else joined[np.argsort(order)]
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:

@@ -23,8 +23,8 @@ def rows() -> dict[str, dict]:
 # On every change `tests/test_scale.py` counts the operations of a step before XLA does.
 @pytest.mark.slow
 def test_instructions_and_temporaries(rows):
-    """Beside the step without any gate: at most a fifth more instructions, and 2 % more memory."""
-    assert rows["halfstep"]["instruction_ratio"] <= 1.2
+    """Beside the step without any gate: at most 15 % more instructions, and 2 % more memory."""
+    assert rows["halfstep"]["instruction_ratio"] <= 1.15
     assert rows["halfstep"]["temporary_ratio"] <= 1.02
 
 
