@@ -19,6 +19,15 @@ def parsed(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements(path: pathlib.Path) -> Iterator[ast.stmt]:
+    """What a module says, with what it says to type checkers alone."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from node.body
+        else:
+            yield node
+
+
 def file_of(module: str, root: pathlib.Path) -> pathlib.Path:
     base = root.joinpath(*module.split("."))
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
@@ -47,7 +56,7 @@ def find(module: str, name: str, root: pathlib.Path) -> Definition | None:
 
     Of an object that is made by its class, the class: that is how it is used.
     """
-    for node in parsed(file_of(module, root)).body:
+    for node in statements(file_of(module, root)):
         if isinstance(node, Definition) and name in names_of(node):
             made = getattr(node.value, "func", None) if isinstance(node, ast.Assign) else None
             classes = (n for n in parsed(file_of(module, root)).body if isinstance(n, ast.ClassDef))
@@ -63,7 +72,7 @@ def find(module: str, name: str, root: pathlib.Path) -> Definition | None:
 
 def public(module: str, root: pathlib.Path) -> list[str]:
     found: set[str] = set()
-    for node in parsed(file_of(module, root)).body:
+    for node in statements(file_of(module, root)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfstep"):
             found |= {alias.name for alias in node.names if alias.asname == alias.name}
         else:

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from halfstep._base.display import aligned, number_of, shortened, wrapped
+from halfstep._text import aligned, number_of, shortened, wrapped
 
 ROWS = [["operation", "why", "runs"], ["dot_general", "a contraction, at the compute dtype", "12"]]
 

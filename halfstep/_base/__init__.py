@@ -19,21 +19,11 @@ from halfstep._base.digest import (
     prepare_digests as prepare_digests,
 )
 from halfstep._base.display import (
-    ABSENT as ABSENT,
     Progress as Progress,
     Report as Report,
-    aligned as aligned,
     figure_of as figure_of,
-    flops as flops,
-    html_table as html_table,
-    number_of as number_of,
-    percent as percent,
-    seconds as seconds,
-    shortened as shortened,
-    size as size,
     type_of as type_of,
     with_values as with_values,
-    wrapped as wrapped,
 )
 from halfstep._base.formats import (
     FORMATS as FORMATS,
@@ -111,4 +101,16 @@ from halfstep._base.versions import (
     TESTED_JAX as TESTED_JAX,
     TESTED_PYTHON as TESTED_PYTHON,
     known_to_work as known_to_work,
+)
+from halfstep._text import (
+    ABSENT as ABSENT,
+    aligned as aligned,
+    flops as flops,
+    html_table as html_table,
+    number_of as number_of,
+    percent as percent,
+    seconds as seconds,
+    shortened as shortened,
+    size as size,
+    wrapped as wrapped,
 )

@@ -14,6 +14,7 @@ import collections.abc
 import functools
 import inspect
 import operator
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import DTypeLike
 from jaxtyping import AbstractArray
 
@@ -158,7 +158,9 @@ def _expected(annotation: Any) -> _Expected | None:
         # `Shaped` takes any dtype, and has no list of dtypes.
         is_keys = isinstance(kind.dtypes, Sequence) and "prng_key" in kind.dtypes
         return _kind("a key, such as jax.random.key(0)", _is_key) if is_keys else _ARRAY
-    if issubclass(kind, optax.GradientTransformation):
+    # An annotation names a class of Optax's only in a module that has imported Optax.
+    optax = sys.modules.get("optax")
+    if optax is not None and issubclass(kind, optax.GradientTransformation):
         return _kind("an optimizer of Optax's (with `init` and `update`)", _is_optimizer)
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     return _kind(f"{article} {kind.__name__}", lambda value: isinstance(value, kind))

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
@@ -126,7 +125,7 @@ class FlatCall:
         self._check_variables(variables_in((args, kwargs)))
         # A traced function returns arrays only. All other results of the user's function (strings,
         # None, functions) are known now, and `rebuild` puts them back.
-        is_traced = [eqx.is_array(result) for result in results]
+        is_traced: list[bool] = [is_array(result) for result in results]
         others = [None if traced else x for x, traced in zip(results, is_traced, strict=True)]
         self._results = (treedef, others, is_traced)
         found = [x for x, traced in zip(results, is_traced, strict=True) if traced]

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -152,10 +151,11 @@ class MarkedLeaf(NamedTuple):
 
 def is_state_node(node: object) -> bool:
     """Return whether a node of a tree is persistent state by its type."""
-    if isinstance(node, eqx.nn.State):
+    # Equinox's states and NNX's variables exist only once their user has imported Equinox or Flax,
+    # which halfstep never does here.
+    equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
+    if equinox is not None and isinstance(node, equinox.nn.State):
         return True
-    # NNX variables exist only once their user has imported Flax, which halfstep never does here.
-    nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
 
 

@@ -9,13 +9,13 @@ from halfstep._policy.cast import (
     cast_to_full_precision as cast_to_full_precision,
     cast_to_half_precision as cast_to_half_precision,
     cast_tree as cast_tree,
-    force_full_precision as force_full_precision,
     is_castable as is_castable,
 )
 from halfstep._policy.keep import (
-    KEEP_SCOPE as KEEP_SCOPE,
+    force_full_precision as force_full_precision,
     keep_precision as keep_precision,
 )
+from halfstep._policy.kept_calls import KEEP_SCOPE as KEEP_SCOPE
 from halfstep._policy.policy import (
     Policy as Policy,
     as_policy as as_policy,

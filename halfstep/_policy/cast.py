@@ -1,10 +1,8 @@
 """Cast pytrees, and wrap functions so that their arguments and results are cast."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard, TypeVar, overload
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -16,16 +14,13 @@ from halfstep._base import (
     MarkedLeaf,
     cast,
     checked,
-    described,
     half_dtype,
     marked_leaves,
     match_rules,
     option_names,
     parse_dtype,
     refusing,
-    widest,
 )
-from halfstep._policy.keep import KEEP_SCOPE
 
 T = TypeVar("T")
 _Castable: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -73,7 +68,7 @@ def _strong(leaf: _Castable) -> _Castable:
     return leaf
 
 
-def _check_target(dtype: object) -> np.dtype:
+def check_target(dtype: object) -> np.dtype:
     resolved = parse_dtype(dtype)
     if resolved == _FLOAT64 and not _x64():
         raise ValueError(
@@ -129,7 +124,7 @@ def cast_tree(tree: T, dtype: DTypeLike, *, keep: Sequence[str] = (), float64: b
         assert cast["ids"].dtype == jnp.int32
         ```
     """
-    target = _check_target(dtype)
+    target = check_target(dtype)
     leaves = marked_leaves(tree)
     kept = match_rules(keep, [leaf.path for leaf in leaves])
     return jtu.tree_unflatten(jtu.tree_structure(tree), _cast_leaves(leaves, kept, target, float64))
@@ -220,7 +215,7 @@ def cast_arguments(
     float64: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast one call's arguments, except persistent state and the leaves that `keep` selects."""
-    target = _check_target(dtype)
+    target = check_target(dtype)
     call = Arguments(func, args, kwargs)
     selected = call.select(keep)
     kept = [leaf.is_state or chosen for leaf, chosen in zip(call.leaves, selected, strict=True)]
@@ -229,7 +224,7 @@ def cast_arguments(
 
 def _cast_result(result: T, dtype: DTypeLike) -> T:
     leaves = marked_leaves(result)
-    cast = _cast_leaves(leaves, [leaf.is_state for leaf in leaves], _check_target(dtype), False)
+    cast = _cast_leaves(leaves, [leaf.is_state for leaf in leaves], check_target(dtype), False)
     return jtu.tree_unflatten(jtu.tree_structure(result), cast)
 
 
@@ -271,9 +266,9 @@ def cast_function(
         ```
     """
     # A wrong dtype raises an error here, where it is written, and not at the first call.
-    _check_target(dtype)
+    check_target(dtype)
     if return_dtype is not None:
-        _check_target(return_dtype)
+        check_target(return_dtype)
 
     def cast(*args: Any, **kwargs: Any) -> T:
         args, kwargs = cast_arguments(func, args, kwargs, dtype, keep=keep)
@@ -281,104 +276,3 @@ def cast_function(
         return result if return_dtype is None else _cast_result(result, return_dtype)
 
     return refusing(cast_function, option_names(cast_function), func, cast)
-
-
-def _full_precision_call(
-    func: Callable[..., T],
-    return_dtype: DTypeLike | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> T:
-    if return_dtype is None:
-        # Back to the dtype of the arguments, so that the surroundings never see another dtype.
-        given = Arguments(func, args, kwargs).leaves
-        dtypes = {x.leaf.dtype for x in given if is_castable(x.leaf) and not x.is_state}
-        if dtypes:
-            return_dtype = jax.dtypes.canonicalize_dtype(widest(dtypes))
-    call = cast_function(func, jnp.float32, return_dtype)
-    # If the arguments are float32 already, only this scope tells `autocast` to keep float32.
-    with jax.named_scope(KEEP_SCOPE):
-        return call(*args, **kwargs)
-
-
-class _FullPrecisionModule(eqx.Module):
-    """A module that runs in float32, its own parameters included; still a pytree of them."""
-
-    module: Any
-    return_dtype: np.dtype | None = eqx.field(static=True)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def run(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return module(*args, **kwargs)
-
-        # The module is an argument here, so that its parameters are cast as well.
-        return _full_precision_call(run, self.return_dtype, (self.module, *args), kwargs)
-
-
-@overload
-def force_full_precision(
-    func: Callable[..., T], return_dtype: DTypeLike | None = None
-) -> Callable[..., T]: ...
-
-
-@overload
-def force_full_precision(
-    func: None = None, return_dtype: DTypeLike | None = None
-) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
-
-
-@checked
-def force_full_precision(func: object = None, return_dtype: DTypeLike | None = None) -> Any:
-    """Run a function or an Equinox module in float32, wherever it is called.
-
-    Use it where arguments are cast, for operations that must not run in 16 bits: softmax, norms,
-    sums, losses. The arguments are cast to float32, and the returned pytree is cast to
-    `return_dtype`. `autocast` leaves the inside in float32, matrix products included, as with
-    `keep_precision`.
-
-    Args:
-        func: The function or module. Without it a decorator is returned.
-        return_dtype: The dtype to cast the results to; `None` means the dtype of the arguments, so
-            a float16 model stays float16 around the function. For a loss write `"f32"`: a loss
-            scale above 65504 would become infinite on its way through a float16 loss.
-
-    Returns:
-        The function; for an Equinox module, a module (and so a pytree with the same leaves).
-
-    Example:
-        ```python
-        import halfstep
-        import jax
-        import jax.numpy as jnp
-
-
-        @halfstep.force_full_precision
-        def softmax(x):
-            assert x.dtype == jnp.float32
-            return jax.nn.softmax(x)
-
-
-        assert softmax(jnp.ones(3, jnp.float16)).dtype == jnp.float16
-
-        mean = halfstep.force_full_precision(jnp.mean, return_dtype="f32")
-        assert mean(jnp.full(4096, 60000.0, jnp.float16)) == 60000
-        ```
-    """
-    target = None if return_dtype is None else _check_target(return_dtype)
-    if func is None:
-        return functools.partial(force_full_precision, return_dtype=return_dtype)
-    if not callable(func):
-        raise TypeError(
-            "`func` of `force_full_precision` must be a function or a module; got "
-            f"{described(func)}. "
-            "Give the return dtype by name: @force_full_precision(return_dtype=...)."
-        )
-    # A module stays a module: as a plain function it would hide its parameters from optimizers.
-    if isinstance(func, eqx.Module):
-        return _FullPrecisionModule(func, target)
-
-    @functools.wraps(func)
-    def full(*args: Any, **kwargs: Any) -> Any:
-        return _full_precision_call(func, target, args, kwargs)
-
-    return full

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -224,10 +225,13 @@ class Recipe:
             `F8Scaling.init(recipe, func, *args, **options)`: an `F8Scaling`, which is passed in
             place of a loss scaling.
         """
+        # Whoever has only unpickled a recipe has imported nothing that makes its state. The import
+        # is by name, because no import goes upwards: `state_of` says how layers are kept apart.
+        importlib.import_module("halfstep._training")
         return state_of(self, func, *args, **options)
 
 
-# `halfstep._training` registers its class here when it is imported, which `import halfstep` does.
+# `halfstep._training` registers its class here when it is imported.
 @functools.singledispatch
 def state_of(recipe: object, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Make the state of a recipe for a function; see `Recipe.init`.

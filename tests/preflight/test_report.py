@@ -5,8 +5,8 @@ import re
 import pytest
 
 import halfstep
-from halfstep._base.display import seconds, size
 from halfstep._preflight import Contraction
+from halfstep._text import seconds, size
 from tests.preflight._entries import GIB, entry
 
 UNFIT = {"fits": False, "peak_bytes": 70 * GIB, "temp_bytes": 66 * GIB}
