@@ -16,7 +16,8 @@ import sys
 import tempfile
 from unittest import mock
 
-from halfstep.cli import _doctor, main
+from halfstep.cli import main
+from halfstep.cli._run import doctor
 from tests.cli._machines import machine
 
 PAGE = pathlib.Path(__file__).parents[1] / "command.md"
@@ -39,7 +40,7 @@ def shown(words: str, train: str) -> str:
         stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "80"}))
         stack.enter_context(mock.patch.object(sys, "path", [*sys.path]))
-        stack.enter_context(mock.patch.object(_doctor, "gather", return_value=asked))
+        stack.enter_context(mock.patch.object(doctor, "gather", return_value=asked))
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(contextlib.redirect_stderr(printed))
         try:

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, runtime_checkable
 
-from halfstep._base import wrapped
-from halfstep._policy import Policy
+from halfstep._text import wrapped
 
 
 class CommandError(Exception):
@@ -45,8 +44,19 @@ def add_command(
     help: str,
     description: str,
     example: str,
+    uses_jax: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand with its line in the list, its description and an example."""
+    """Add a subcommand with its line in the list, its description and an example.
+
+    Args:
+        commands: Where to add it.
+        name: Its name.
+        run: What it does; returns the exit status. It imports what needs JAX.
+        help: Its line in the list.
+        description: What it does, in sentences.
+        example: Command lines.
+        uses_jax: Whether it imports JAX, which is then told to use the CPU.
+    """
     lines = "".join(f"  {line}\n" for line in example.splitlines())
     parser = commands.add_parser(
         name,
@@ -55,7 +65,7 @@ def add_command(
         epilog=f"example:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, uses_jax=uses_jax)
     return parser
 
 
@@ -77,8 +87,11 @@ def share(text: str) -> float:
     return value
 
 
-def policy(text: str) -> Policy:
+def policy(text: str) -> object:
     """Read a policy from its text, or from a file that ends with `.toml`."""
+    # Imported here, because it imports JAX, and help needs no policy.
+    from halfstep._policy import Policy
+
     try:
         return Policy.load(text) if text.endswith(".toml") else Policy.parse(text)
     except OSError as error:

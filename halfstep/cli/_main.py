@@ -1,14 +1,10 @@
 """Run the command: one subcommand per question, and a script for completion in shells."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-
-import jax
 
 from halfstep._version import __version__
 from halfstep.cli import (
@@ -96,6 +92,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
     made = parser()
     commands = next(one.choices for one in _actions(made) if isinstance(one.choices, Mapping))
     if words and not words[0].startswith("-") and words[0] not in commands:
+        # Imported here, as below: only mistakes need it.
+        import difflib
+
         near = difflib.get_close_matches(words[0], commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(commands)}"
         made.error(f"unknown command {words[0]!r}: {hint}")
@@ -106,9 +105,8 @@ def parsed(words: list[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 0 yes, 1 no, 2 no answer."""
     arguments = parsed(sys.argv[1:] if argv is None else list(argv))
-    if "JAX_PLATFORMS" not in os.environ and not getattr(arguments, "devices", False):
-        # Commands need no accelerator. On the CPU, they take none from a run that uses it.
-        jax.config.update("jax_platforms", "cpu")
+    if arguments.uses_jax:
+        _start_jax(on_cpu=not getattr(arguments, "devices", False))
     try:
         return arguments.run(arguments)
     except CommandError as error:
@@ -119,11 +117,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("halfstep: interrupted\n")
         return 130
     except Exception:
+        import traceback
+
         # The error is in the user's code, where a traceback says most. Python's own exit status for
         # an error, 1, would mean "no".
         traceback.print_exc()
         sys.stderr.write("halfstep: no answer, because of the error above\n")
         return 2
+
+
+def _start_jax(*, on_cpu: bool) -> None:
+    # Imported here, because it takes seconds, and help and some commands do without.
+    import jax
+
+    if on_cpu and "JAX_PLATFORMS" not in os.environ:
+        # Commands need no accelerator. On the CPU, they take none from a run that uses it.
+        jax.config.update("jax_platforms", "cpu")
 
 
 # Completion by shells.
@@ -137,6 +146,7 @@ def _add_completion(commands: Commands) -> None:
         help="what does my shell need to complete all this?",
         description=_COMPLETION,
         example=_COMPLETION_EXAMPLE,
+        uses_jax=False,
     )
     made.add_argument("shell", choices=SHELLS, help="the shell")
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from halfstep.cli._facts import Facts, Requirement
+from halfstep.cli._run.facts import Facts, Requirement
 
 HALFSTEP = (
     "equinox>=0.13.2",

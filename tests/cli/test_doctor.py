@@ -12,9 +12,10 @@ import pytest
 
 import halfstep
 from halfstep._base.versions import TESTED_JAX, TESTED_PYTHON, known_to_work
-from halfstep.cli import _doctor, _facts, main
-from halfstep.cli._facts import Requirement, expanded
-from halfstep.cli._pitfalls import pitfalls
+from halfstep.cli import main
+from halfstep.cli._run import doctor, facts
+from halfstep.cli._run.facts import Requirement, expanded
+from halfstep.cli._run.pitfalls import pitfalls
 from tests.cli._machines import machine
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -194,7 +195,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the command run on another machine."""
 
     def change(**changes: Any) -> None:
-        monkeypatch.setattr(_doctor, "gather", lambda: machine(**changes))
+        monkeypatch.setattr(doctor, "gather", lambda: machine(**changes))
 
     return change
 
@@ -240,21 +241,21 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]):
 
 
 def test_devices_are_found_without_being_touched(tmp_path: pathlib.Path):
-    assert _facts._accelerators(tmp_path / "nothing") == ()
+    assert facts._accelerators(tmp_path / "nothing") == ()
     for name in ("nvidia0", "nvidiactl", "accel0"):
         (tmp_path / name).touch()
-    assert _facts._accelerators(tmp_path) == ("cuda", "tpu")
+    assert facts._accelerators(tmp_path) == ("cuda", "tpu")
 
 
 def test_what_the_processor_can(tmp_path: pathlib.Path):
     path = tmp_path / "cpuinfo"
-    assert _facts._native16(path) is None
+    assert facts._native16(path) is None
     path.write_text("processor\t: 0\n")
-    assert _facts._native16(path) is None
+    assert facts._native16(path) is None
     path.write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_bf16\n")
-    assert _facts._native16(path) == ("amx_bf16",)
+    assert facts._native16(path) == ("amx_bf16",)
     path.write_text("processor\t: 0\nFeatures\t: fp asimd\n")
-    assert _facts._native16(path) == ()
+    assert facts._native16(path) == ()
 
 
 # The project's own metadata.
@@ -265,7 +266,7 @@ def _project() -> dict[str, Any]:
 
 
 def test_every_extra_is_explained():
-    assert set(_doctor.ENABLES) == set(_project()["optional-dependencies"])
+    assert set(doctor.ENABLES) == set(_project()["optional-dependencies"])
 
 
 def test_every_requirement_of_the_project_is_understood():

@@ -4,25 +4,64 @@ import json
 import math
 from fractions import Fraction
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from halfstep import FORMATS, RECIPES
 from halfstep.cli import main
-from halfstep.cli._formats import _all, number, stored
+from halfstep.cli._run.formats import number, stored
+from halfstep.cli._run.layouts import LAYOUTS
 
-ROWS = {row.name: row for row in _all()}
+ROWS = {row.name: row for row in LAYOUTS}
+FACTORS = [
+    factor
+    for recipe in RECIPES.values()
+    for leg in (recipe.forward, recipe.input_gradient, recipe.weight_gradient)
+    for factor in leg or ()
+]
+DTYPES = {
+    **{name: row.dtype for name, row in FORMATS.items()},
+    **{factor.element: factor.dtype for factor in FACTORS},
+}
+every_format = pytest.mark.parametrize("name", list(DTYPES))
 
 
 def test_every_format_is_there():
-    factors = {
-        factor.element
-        for recipe in RECIPES.values()
-        for leg in (recipe.forward, recipe.input_gradient, recipe.weight_gradient)
-        for factor in leg or ()
-    }
-    assert set(ROWS) == {*FORMATS, *factors}
+    assert set(ROWS) == set(DTYPES)
+    assert list(ROWS) == sorted(ROWS, key=lambda name: (-ROWS[name].bits, name))
+    for name, row in ROWS.items():
+        assert row.used_by == ("policy" if name in FORMATS else "recipe")
+        assert row.aliases == (FORMATS[name].aliases if name in FORMATS else ())
+
+
+@every_format
+def test_its_facts_are_those_of_jax(name: str):
+    """The command knows formats by their bits, and imports neither NumPy nor JAX."""
+    row, known = ROWS[name], jnp.finfo(DTYPES[name])
+    assert row.dtype == DTYPES[name].name
+    assert (row.bits, row.exponent_bits, row.mantissa_bits) == (known.bits, known.nexp, known.nmant)
+    assert (row.max, row.tiny, row.eps) == (float(known.max), float(known.tiny), float(known.eps))
+    assert row.smallest == float(known.smallest_subnormal)
+
+
+@every_format
+def test_bits_are_those_of_numpy(name: str):
+    row, dtype = ROWS[name], DTYPES[name]
+    numbers = [0.0, 1.0, -1.5, row.max, -row.max, row.tiny, row.smallest, -3 * row.smallest]
+    # Between all numbers of the format, and beyond them on both sides.
+    numbers += [*np.random.default_rng(0).standard_normal(50) * 4.0]
+    if name != "f64":
+        numbers += [row.max * 4, -row.max * 4]
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = np.asarray(numbers, np.float64).astype(dtype)
+    for value, stored_value in zip(numbers, made, strict=True):
+        raw = int.from_bytes(stored_value.tobytes(), "little") & (2**row.bits - 1)
+        ours = stored(Fraction(float(value)), row)
+        if float(stored_value):
+            assert int(ours.bits.replace(" ", ""), 2) == raw, (value, ours)
+        assert math.isnan(ours.value) == bool(np.isnan(stored_value.astype(np.float64)))
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]):
@@ -67,7 +106,7 @@ def test_every_number_of_a_format_is_stored_as_it_is(name: str):
     width = np.uint16 if row.bits == 16 else np.uint8
     # Of 16 bits every 37th, which meets every exponent and both signs.
     patterns = np.arange(0, 2**row.bits, 37 if row.bits == 16 else 1, dtype=width)
-    for value in map(float, patterns.view(row.dtype)):
+    for value in map(float, patterns.view(DTYPES[name])):
         if math.isfinite(value):
             made = stored(Fraction(value), row)
             assert (made.value, made.error) == (value, 0.0)
@@ -97,8 +136,8 @@ def test_as_a_cast_stores_it():
     for value in values:
         for row in (ROWS["bf16"], ROWS["f16"], ROWS["e4m3"], ROWS["e5m2"]):
             made = stored(Fraction(float(value)), row)
-            assert made.value == float(value.astype(row.dtype)), (value, row.name)
-    assert ROWS["e4m3"].dtype == ml_dtypes.float8_e4m3fn
+            assert made.value == float(value.astype(DTYPES[row.name])), (value, row.name)
+    assert DTYPES["e4m3"] == ml_dtypes.float8_e4m3fn
 
 
 def test_what_is_written_is_exact():

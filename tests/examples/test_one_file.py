@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from halfstep.cli import main
-from halfstep.cli._bundle import Source, bundle
-from halfstep.cli._examples import examples
+from halfstep.cli._run.bundle import Source, bundle
+from halfstep.cli._run.examples import examples
 
 FOUND = examples()
 
@@ -145,6 +145,7 @@ def test_errors(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_package_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys):
-    monkeypatch.setattr("halfstep.cli._examples.__file__", str(tmp_path / "a" / "b" / "c.py"))
+    path = tmp_path / "a" / "b" / "c" / "d.py"
+    monkeypatch.setattr("halfstep.cli._run.examples.__file__", str(path))
     assert main(["examples"]) == 2
     assert "the examples are missing in" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from halfstep._base import TESTED_JAX, TESTED_PYTHON, known_to_work
-from halfstep.cli._facts import Facts, release, version_of
+from halfstep.cli._run.facts import Facts, release, version_of
 
 _COMPILE_SLOWLY = "--xla_backend_optimization_level=0"
 

@@ -10,10 +10,9 @@ import ast
 import collections
 import dataclasses
 import functools
-import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # The package that the files of the repository are in.
 _PACKAGE = "examples"
@@ -81,12 +80,17 @@ def _is_sibling(node: ast.ImportFrom) -> bool:
     return str(node.module).split(".")[0] == _PACKAGE
 
 
-def needed(folder: pathlib.Path, name: str) -> list[Source]:
-    """Return the files of an example, those that are imported before those that import them."""
+def needed(read: Callable[[str], Source], name: str) -> list[Source]:
+    """Return the files of an example, those that are imported before those that import them.
+
+    Args:
+        read: Returns the file of a name. Examples share files, and each is best read once.
+        name: The name of the example.
+    """
     found: dict[str, Source] = {}
 
     def visit(name: str) -> None:
-        source = Source(name, (folder / f"{name}.py").read_text())
+        source = read(name)
         for file in dict.fromkeys(file for file, _, _ in source.siblings):
             if file not in found:
                 visit(file)
