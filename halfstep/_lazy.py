@@ -26,9 +26,12 @@ def attach(
     def attribute(name: str) -> Any:
         if name not in home_of:
             module = sys.modules[package]
-            # With name and object, Python suggests the nearest of all names.
+            # With name and object, Python adds the nearest name: "Did you mean ...?"
             raise AttributeError(
-                f"module {package!r} has no attribute {name!r}", name=name, obj=module
+                f"module {package!r} has no attribute {name!r}; "
+                f"write dir({package}) to see what it has",
+                name=name,
+                obj=module,
             )
         value = _imported(package, home_of[name], name)
         # From here on, Python finds the name by itself.

@@ -109,9 +109,10 @@ def test_star_has_every_name():
 
 
 def test_a_name_that_is_not_there():
-    with pytest.raises(
-        AttributeError, match="module 'halfstep' has no attribute 'autocats'"
-    ) as got:
+    said = (
+        r"module 'halfstep' has no attribute 'autocats'; write dir\(halfstep\) to see what it has"
+    )
+    with pytest.raises(AttributeError, match=said) as got:
         halfstep.autocats  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     assert (got.value.name, got.value.obj) == ("autocats", halfstep)
 
