@@ -51,6 +51,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
                 always=("--peers",),
             ),
             Benchmark("autocast"),
+            Benchmark("startup"),
         ),
         "memory": (
             Benchmark("memory", plots=True, peers=("mpx",)),

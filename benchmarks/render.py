@@ -44,6 +44,7 @@ from benchmarks.preflight_roles import text as roles_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
+from benchmarks.startup import text as startup_text
 from halfstep import RECIPES
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -452,6 +453,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "saving": saving_text,
         "scale": scale_text,
         "soak": soak_text,
+        "startup": startup_text,
         "training": training,
         "wrong_arguments": wrong_arguments_text,
     }
