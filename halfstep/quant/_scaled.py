@@ -143,8 +143,9 @@ def write_blocks(
         up = jnp.where(back == 0, 0, 1 / back)
     else:
         up = power_of_two(amax, factor.max)
-        scale, outer = inverse(up), jnp.float32(1)
-    elements = saturated(value * _of_rows(up, rows, factor)[..., None], factor, key=key)
+        # A power of two needs only its exponent.
+        scale, outer = inverse(up).astype(jnp.float8_e8m0fnu), jnp.float32(1)
+    elements = saturated(value * scale_of_rows(up, rows, factor)[..., None], factor, key=key)
     return Blocks(elements, scale, outer)
 
 
@@ -166,12 +167,12 @@ def read_blocks(
     In bfloat16 this is exact: an element has at most 4 bits, and so does a scale.
     """
     batch, rows, blocks, size = array.elements.shape
-    scale = _of_rows(array.scale.astype(jnp.float32) * array.outer, rows, factor)
+    scale = scale_of_rows(array.scale.astype(jnp.float32) * array.outer, rows, factor)
     value = array.elements.astype(jnp.float32) * scale[..., None]
     return value.astype(dtype).reshape(batch, rows, blocks * size)[:, :, :length]
 
 
-def _of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:
+def scale_of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:
     """Return the scales of each row, repeated from the scales of tiles."""
     return jnp.repeat(scale, factor.size, axis=1)[:, :rows] if factor.per == "tile" else scale
 

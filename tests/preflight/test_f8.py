@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import halfstep
+from halfstep._autocast.f8 import blocks
 from halfstep._preflight import ACCELERATORS, Product
 from halfstep._preflight.hlo.analysis import analyze
 from halfstep._preflight.hlo.products import f8_count
@@ -259,6 +260,25 @@ def test_all_products_of_a_dense_model(target: str, platform: str):
     lines = {product.source for product in report[target].products or ()}
     assert len(lines) == 2
     assert all(line.startswith("test_f8.py:") for line in lines)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_are_multiplied_with_their_scales_on_a_b200(monkeypatch: pytest.MonkeyPatch):
+    need("cuda")
+    report = compiled("b200", "mxfp8")
+    report.check(f8=1.0)
+    found = report["b200"].f8
+    assert found is not None
+    assert (found.count, found.total) == (5, 5)
+    assert report["b200"].hlo.count(" scaled-dot(") >= 4
+    # XLA forgets the lines of these products: they are those of their factors.
+    lines = {product.source for product in report["b200"].products or ()}
+    assert len(lines) == 2
+    assert all(line.startswith("test_f8.py:") for line in lines)
+    # Decoded factors are multiplied in 16 bits, also there.
+    monkeypatch.setattr(blocks, "has_units", lambda *_: False)
+    with pytest.raises(halfstep.LintError, match="multiplies in bfloat16"):
+        compiled("b200", "mxfp8").check(f8=1.0)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 
+from halfstep._autocast.f8 import blocks
 from halfstep._autocast.f8.dimensions import (
     Roles,
     as_laid_out,
@@ -22,9 +23,9 @@ from halfstep._autocast.f8.dimensions import (
     of_result,
 )
 from halfstep._autocast.f8.encode import Written, observed, read, same_on_both, written
-from halfstep._autocast.f8.linear import gradient_by, linear, product_with
+from halfstep._autocast.f8.linear import explicit_sharding, gradient_by, linear, product_with
 from halfstep._policy import Factor, Recipe
-from halfstep.quant._scaled import Scaled
+from halfstep.quant._scaled import Blocks, Scaled
 
 ELEMENTS = "halfstep_f8"
 """The scope of a product that multiplies elements of 8 or 4 bits."""
@@ -201,11 +202,15 @@ class RecipeProduct:
 
     def _product(self, factors: Sequence[Any], rest: Sequence[Any]) -> Any:
         forward = self.recipe.forward
+        ways = [forward[int(place == self.weight)] for place in (0, 1)]
+        made = self._of_blocks(factors, ways, self.out_shape, self.out)
+        if made is not None:
+            return made
         direct = self._is_direct(factors)
         given = [
             self._entering(
                 factors[place],
-                forward[int(place == self.weight)],
+                ways[place],
                 self.roles[place],
                 self.shapes[place],
                 direct=direct,
@@ -230,6 +235,42 @@ class RecipeProduct:
         if direct and isinstance(array, Scaled):
             return array.elements
         return read(array, factor, roles, shape, self.compute)
+
+    def _of_blocks(
+        self,
+        factors: Sequence[Any],
+        ways: Sequence[Factor | None],
+        shape: Sequence[Any],
+        out: np.dtype,
+    ) -> jax.Array | None:
+        """Return the product of two factors in blocks, if some hardware has units for it.
+
+        Args:
+            factors: The factors, encoded.
+            ways: How they are encoded.
+            shape: The result's shape: shared dimensions, the first factor's own, the second's own.
+            out: The dtype of the result.
+        """
+        first, second = factors
+        if not (self._is_dot and isinstance(first, Blocks) and isinstance(second, Blocks)):
+            return None
+        of_first, of_second = ways
+        if of_first is None or of_second is None or not blocks.has_units(of_first, of_second):
+            return None
+        # Over explicit axes of a mesh the result's sharding has to be said, and factors are decoded
+        # in any case.
+        if any(explicit_sharding(jax.typeof(factor.elements)) for factor in factors):
+            return None
+        made = blocks.multiply(
+            first,
+            second,
+            of_first,
+            of_second,
+            compute=self.compute,
+            out=_accumulator(out),
+            scopes=(ELEMENTS, ROUNDED),
+        )
+        return made.reshape(tuple(shape)).astype(out)
 
     def _is_direct(self, factors: Sequence[Any]) -> bool:
         """Return whether the elements can be multiplied, and the result be scaled."""
@@ -284,13 +325,21 @@ class RecipeProduct:
         seen = None if slot is None else observed(cotangent, arrived, factor, roles)
         dtype = _accumulator(self.gradients[place])
         turned = self.roles[1 - place].turned()
+        own = self.roles[place]
+        axes = (*own.shared, *own.own, *own.summed)
+        made = self._of_blocks(
+            [arrived, other],
+            [factor, self.later(1 - place)],
+            [self.shapes[place][axis] for axis in axes],
+            self.gradients[place],
+        )
+        if made is not None:
+            return as_laid_out(made, axes), seen
         direct = self._is_direct([arrived, other])
         given = self._entering(arrived, factor, roles, self.out_shape, direct=direct)
         against = self._entering(
             other, self.later(1 - place), turned, self.shapes[1 - place], direct=direct
         )
-        own = self.roles[place]
-        axes = (*own.shared, *own.own, *own.summed)
         # A transpose that becomes part of the product gives the product its name.
         with _marked(direct=direct, quantized=factor is not None):
             if self._is_dot:

@@ -4,16 +4,25 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from halfstep._autocast import ELEMENTS, ROUNDED
 from halfstep._preflight.hlo.collectives import payload
-from halfstep._preflight.hlo.contraction_flops import Contracted, contraction, uncounted
+from halfstep._preflight.hlo.contraction_flops import (
+    Contracted,
+    contraction,
+    decoded,
+    uncounted,
+)
 from halfstep._preflight.hlo.metadata import InstructionOrigin, Origins
 from halfstep._preflight.hlo.parser import Computation, Instruction, Module, UnknownTypeError, parse
 from halfstep._preflight.hlo.products import Product as Product
 from halfstep._preflight.hlo.traffic import Kernel as Kernel, moved
 from halfstep._preflight.hlo.trip_counts import ValueFrame, body_frame, trip_count
+
+# The name of a product of blocks: JAX's name of the operation.
+_SCALED = "scaled_dot"
 
 
 @dataclass(frozen=True)
@@ -95,11 +104,13 @@ class Analysis:
         return sum((kernel.read + kernel.written) * kernel.count for kernel in self.kernels)
 
 
-def analyze(text: str) -> Analysis:
+def analyze(text: str, *, block_units: bool = True) -> Analysis:
     """Count what a compiled step does.
 
     Args:
         text: The optimized HLO of one program, `compiled.as_text()`, for a CPU, GPU or TPU.
+        block_units: Whether the device multiplies elements together with the scales of their
+            blocks. Kernels for other devices decode blocks to bfloat16 and multiply these.
 
     Returns:
         The counts, per device and step.
@@ -120,7 +131,7 @@ def analyze(text: str) -> Analysis:
         ```
     """
     module = parse(text)
-    walk = _Walk(module, Origins(text))
+    walk = _Walk(module, Origins(text), block_units=block_units)
     tally = walk.computation(ValueFrame(module, module.entry))
     products = [
         Product(
@@ -216,6 +227,15 @@ class _Tally:
         self.flops[key] += found.flops
         self.contractions[key] += 1
 
+    def from_origin(self, origin: InstructionOrigin) -> "_Tally":
+        """Return the counts with an origin for the products of blocks that have none."""
+        made = replace(self, flops=Counter(), contractions=Counter())
+        for kind, flops in self.flops.items():
+            known = replace(kind, origin=origin) if _is_nameless(kind) else kind
+            made.flops[known] += flops
+            made.contractions[known] += self.contractions[kind]
+        return made
+
     @property
     def cost(self) -> tuple[int, int]:
         traffic = sum((read + written) * n for (read, written), n in self.kernels.items())
@@ -225,8 +245,9 @@ class _Tally:
 class _Walk:
     """Goes through a program the way a device would."""
 
-    def __init__(self, module: Module, origins: Origins):
+    def __init__(self, module: Module, origins: Origins, *, block_units: bool):
         self.module, self.origins = module, origins
+        self.block_units = block_units
         # A set, because the walk meets a loop more than once if it is inside another loop, or in a
         # function that is called twice.
         self.unknown: set[Instruction] = set()
@@ -297,10 +318,16 @@ class _Walk:
             (called,) = self.module.called(instruction, "calls")
             # Contractions and collectives inside a fusion count, but traffic inside it does not:
             # the fusion becomes one kernel, whose reads and writes `moved` counts from outside.
-            tally.add(self.fused(called))
+            inner = self.fused(called)
+            if any(map(_is_nameless, inner.flops)):
+                inner = inner.from_origin(self.of_operands(computation, instruction))
+            tally.add(inner)
             return
         found = contraction(computation, instruction)
-        if found:
+        if found and instruction.base == "scaled-dot":
+            found = found if self.block_units else decoded(found)
+            tally.contract(found, self.of_operands(computation, instruction))
+        elif found:
             tally.contract(found, self.origins.of(instruction))
         name = None if found else uncounted(instruction)
         if name is not None:
@@ -308,6 +335,25 @@ class _Walk:
         for key, size in payload(computation, instruction, fused=fused).items():
             tally.sent[key] += size
             tally.collectives[key] += 1
+
+    def of_operands(self, computation: Computation, instruction: Instruction) -> InstructionOrigin:
+        """Find where a product of blocks comes from, by the operations that encode its factors.
+
+        XLA forgets the name and the line of such a product. Each factor is encoded on the line of
+        its product, except for one that a loop or a fusion is given.
+        """
+        scope = ELEMENTS if self.block_units else ROUNDED
+        waiting = [computation[name] for name in instruction.operands]
+        while waiting:
+            found = waiting.pop(0)
+            origin = self.origins.of(found)
+            if found.base not in ("parameter", "get-tuple-element") and origin.source:
+                outer = origin.name.rpartition("/")[0]
+                name = "/".join(filter(None, (outer, scope, _SCALED)))
+                return replace(origin, name=name)
+            if found.base in ("bitcast", "copy", "transpose", "reshape"):
+                waiting += [computation[name] for name in found.operands]
+        return InstructionOrigin(f"{scope}/{_SCALED}", "")
 
     def fused(self, computation: Computation) -> _Tally:
         """Count the work of a fused computation."""
@@ -317,6 +363,11 @@ class _Walk:
                 self.instruction(computation, instruction, tally, fused=True)
             self.fusions[computation.name] = tally
         return self.fusions[computation.name]
+
+
+def _is_nameless(kind: _Kind) -> bool:
+    """Return whether a product of blocks has no line yet."""
+    return kind.origin.name.endswith(_SCALED) and not kind.origin.source
 
 
 def _on_host(instruction: Instruction) -> bool:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halfstep._preflight.hlo.parser import Array, Computation, Instruction
@@ -73,6 +73,12 @@ def contraction(computation: Computation, instruction: Instruction) -> Contracte
             return _library(computation, instruction)
         case _:
             return None
+
+
+def decoded(found: Contracted) -> Contracted:
+    """Return a contraction as a kernel without units for blocks computes it: in bfloat16."""
+    lhs, rhs = (replace(array, dtype="bfloat16", bits=16) for array in (found.lhs, found.rhs))
+    return replace(found, lhs=lhs, rhs=rhs)
 
 
 def uncounted(instruction: Instruction) -> str | None:

@@ -196,7 +196,7 @@ def make_entry(
         # XLA:TPU's figure of this name leaves out and includes memories other than the device's.
         peak = said.get("peak_memory_in_bytes") or peak
     host = sum(value for name, value in said.items() if name.startswith("host_"))
-    analysis = analyze(compiled.hlo)
+    analysis = analyze(compiled.hlo, block_units=accelerator.has_block_units)
     parts = dict(roles)
     # A TPU stores arrays in tiles, float32 in 8 by 128: an array with few columns takes more than
     # its elements.

@@ -100,6 +100,11 @@ class Accelerator:
         return figures.cuda_compute_capability if isinstance(figures, GpuFigures) else None
 
     @property
+    def has_block_units(self) -> bool:
+        """Whether it multiplies elements together with the scales of their blocks."""
+        return self.capability is not None and self.capability >= (10, 0)
+
+    @property
     def pallas_name(self) -> str:
         """The device kind by which Pallas knows a GPU of this generation."""
         # Pallas knows only two boards of the Ada generation, and lowers for all of them alike.

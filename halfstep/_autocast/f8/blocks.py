@@ -1,0 +1,175 @@
+"""Multiply two factors whose blocks have scales of their own.
+
+A scale that changes along a row cannot be taken out of the row's sum, so that elements cannot be
+multiplied by an ordinary product and scaled afterwards. GPUs since NVIDIA's Blackwell have units
+that multiply elements of 8 or 4 bits together with the scales of their blocks. XLA reaches them by
+an operation of its own, `jax.lax.scaled_dot`. Other GPUs compute it too: their kernels read the
+elements and scales from memory, and multiply in 16 bits.
+
+Everywhere else the factors are decoded to the compute dtype and multiplied, which is the same
+product: an element has at most 4 significant bits, a scale too, and the compute dtype holds their
+product exactly.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from halfstep._policy import Factor
+from halfstep.quant._scaled import Blocks, scale_of_rows
+
+# `[batch, row, element]` of both factors: rows are multiplied with rows.
+_DIMENSIONS = (((2,), (2,)), ((0,), (0,)))
+_MICROSCALED, _TWO_LEVEL = 32, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How a product is computed, apart from its operands."""
+
+    compute: np.dtype
+    out: np.dtype
+    native: str
+    rounded: str
+    """The scopes of the product with and without a scaled operation."""
+
+
+def has_units(first: Factor | None, second: Factor | None) -> bool:
+    """Return whether some hardware multiplies two factors with their scales.
+
+    These are the formats of the OCP's microscaling, whose blocks have 32 elements and scales that
+    are powers of two, and NVIDIA's 4 bits, whose blocks have 16 elements and scales in e4m3.
+    """
+    return all(factor is not None and _is_known(factor) for factor in (first, second))
+
+
+def _is_known(factor: Factor) -> bool:
+    if factor.two_level:
+        return factor.element == "e2m1" and factor.size == _TWO_LEVEL
+    if factor.element == "e2m1" and jax.__version_info__ < (0, 12):
+        # XLA's compiler for GPUs fails on 4 bits with scales that are powers of two.
+        return False
+    return factor.size == _MICROSCALED
+
+
+def multiply(
+    first: Blocks,
+    second: Blocks,
+    of_first: Factor,
+    of_second: Factor,
+    *,
+    compute: np.dtype,
+    out: np.dtype,
+    scopes: tuple[str, str],
+) -> jax.Array:
+    """Multiply rows with rows: `[batch, row of the first, row of the second]`.
+
+    Args:
+        first: The first factor.
+        second: The second factor.
+        of_first: How the first factor is encoded.
+        of_second: How the second factor is encoded.
+        compute: The dtype of products without units for blocks.
+        out: The dtype of the result.
+        scopes: The scopes of a product with units for blocks, and of one without.
+    """
+    operands = []
+    for blocks, factor in ((first, of_first), (second, of_second)):
+        batch, rows, count, size = blocks.elements.shape
+        operands.append(blocks.elements.reshape(batch, rows, count * size))
+        operands.append(scale_of_rows(blocks.scale, rows, factor))
+    form = _Form(compute, out, *scopes)
+    made = _blocks.bind(*operands, form=form)
+    # A power of two: multiplying by it is exact.
+    if of_first.two_level or of_second.two_level:
+        made = made * (first.outer * second.outer).astype(made.dtype)
+    return made
+
+
+_blocks = Primitive("halfstep_blocks")
+
+
+def _decoded(
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
+) -> jax.Array:
+    left, right = (
+        _read(elements, scale, form.compute)
+        for elements, scale in ((first, of_first), (second, of_second))
+    )
+    with jax.named_scope(form.rounded):
+        return jax.lax.dot_general(left, right, _DIMENSIONS, preferred_element_type=form.out)
+
+
+def _read(elements: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    size = elements.shape[2] // scale.shape[2]
+    wide = jnp.repeat(scale.astype(jnp.float32), size, axis=2)
+    return (elements.astype(jnp.float32) * wide).astype(dtype)
+
+
+def _scaled(
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
+) -> jax.Array:
+    # The operation accumulates in float32, and returns this or bfloat16.
+    out = form.out if form.out == jnp.bfloat16 else np.dtype(np.float32)
+    with jax.named_scope(form.native):
+        made = jax.lax.scaled_dot(
+            first,
+            second,
+            lhs_scale=of_first,
+            rhs_scale=of_second,
+            dimension_numbers=_DIMENSIONS,
+            preferred_element_type=out,
+        )
+    return made.astype(form.out)
+
+
+def _abstract(
+    first: ShapedArray, _: ShapedArray, second: ShapedArray, __: ShapedArray, *, form: _Form
+) -> ShapedArray:
+    factors = [aval.update(dtype=form.compute) for aval in (first, second)]
+    made, _ = jax.lax.dot_general_p.abstract_eval(
+        *factors,
+        dimension_numbers=_DIMENSIONS,
+        precision=None,
+        preferred_element_type=form.out,
+        out_sharding=None,
+    )
+    return made
+
+
+def _batch(values: Any, axes: Any, *, form: _Form) -> Any:
+    size = next(v.shape[a] for v, a in zip(values, axes, strict=True) if a is not None)
+    moved = [
+        jnp.broadcast_to(value, (size, *value.shape))
+        if axis is None
+        else jnp.moveaxis(value, axis, 0)
+        for value, axis in zip(values, axes, strict=True)
+    ]
+    # The mapped dimension becomes a part of the batch.
+    merged = [value.reshape(-1, *value.shape[2:]) for value in moved]
+    made = _blocks.bind(*merged, form=form)
+    return made.reshape(size, -1, *made.shape[1:]), 0
+
+
+_lower_decoded = mlir.lower_fun(_decoded, multiple_results=False)
+_lower_scaled = mlir.lower_fun(_scaled, multiple_results=False)
+
+
+def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *values: Any, form: _Form) -> Any:
+    # XLA's partitioner cannot divide a scaled operation over several devices.
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+    lower = _lower_scaled if devices == 1 else _lower_decoded
+    return lower(ctx, *values, form=form)
+
+
+_blocks.def_impl(_decoded)
+_blocks.def_abstract_eval(_abstract)
+batching.primitive_batchers[_blocks] = _batch
+mlir.register_lowering(_blocks, _lower_decoded)
+mlir.register_lowering(_blocks, _lower_on_gpu, platform="cuda")
