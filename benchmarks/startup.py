@@ -138,7 +138,7 @@ def text(result: Mapping[str, Any]) -> str:
     end = f"**Missed**: {'; '.join(missed)}." if missed else "All bars were met."
     return (
         f"{table(lines, columns)}\n\n"
-        f"Medians of {result['rounds']} rounds, in each of which all processes ran in turn; ratios "
+        f"Medians of {result['rounds']} rounds. In each round all processes ran in turn; ratios "
         "are taken in each round. After `import halfstep;` stands the name that is used first. "
         "halfstep requires Equinox and Optax, and a program that imports them has paid their part "
         f"already. {end}"

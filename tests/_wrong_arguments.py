@@ -141,7 +141,8 @@ class Call:
 def public_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """All public functions and methods, with their docstrings."""
     for module_name, module in MODULES.items():
-        for name, thing in vars(module).items():
+        # Not `vars`: the names of the package are imported when they are first used.
+        for name, thing in inspect.getmembers(module):
             # What an integration imports for itself is not public.
             is_imported = getattr(thing, "__module__", None) != module.__name__
             if name.startswith("_") or (is_imported and module_name in _INTEGRATIONS):

@@ -139,7 +139,8 @@ def documented() -> dict[str, str]:
     """Docstrings by dotted name: every public object and every public method."""
     found = {}
     for prefix, module in public_modules().items():
-        for name, thing in vars(module).items():
+        # Not `vars`: the names of the package are imported when they are first used.
+        for name, thing in inspect.getmembers(module):
             is_ours = getattr(thing, "__module__", "").startswith("halfstep")
             if name.startswith("_") or not is_ours:
                 continue

@@ -9,7 +9,8 @@ List the examples: whole training scripts in mixed precision, for Equinox, Flax,
 Haiku and plain JAX. With a name, print that example as one file that runs by
 itself; with --out, write it into a folder, and say what it needs.
 
-The exit status is 0, and 2 for an unknown example or one that cannot be written.
+The exit status is 0, and 2 for an unknown example or one that cannot be
+written.
 """
 
 

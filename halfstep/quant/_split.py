@@ -57,6 +57,11 @@ def split(
     check_dtype(value, jnp.float32, "split")
     if bits not in (8, 16):
         raise ValueError(f"bits must be 8 or 16; got {bits!r}.")
+    if noise is not None and getattr(noise, "dtype", None) != jnp.uint32:
+        raise TypeError(
+            f"`noise` of split must be random words, uint32; got {type_of(noise)}. Pass "
+            "jax.random.bits(key, value.shape)."
+        )
     word = bitcast_convert_type(value, jnp.uint32)
     # Sign and magnitude are kept apart, so that a carry moves a magnitude to the next one and never
     # changes the sign.

@@ -163,6 +163,10 @@ unchecked: Callable[[Callable], Callable] = inspect.unwrap
 def test_errors_say_what_is_needed():
     with pytest.raises(TypeError, match=r"split needs float32; got bfloat16\[2\].*astype"):
         unchecked(quant.split)(jnp.ones(2, jnp.bfloat16))
+    with pytest.raises(
+        TypeError, match=r"`noise` of split must be random words, uint32; got float32"
+    ):
+        unchecked(quant.split)(jnp.ones(2), bits=8, noise=jnp.ones(2))
     with pytest.raises(ValueError, match="bits must be 8 or 16; got 24"):
         unchecked(quant.split)(jnp.ones(2), bits=24)
     with pytest.raises(TypeError, match=r"`high` of join needs bfloat16; got float32\[2\]"):
