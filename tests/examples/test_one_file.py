@@ -133,7 +133,7 @@ def test_errors(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
         return capsys.readouterr().err
 
     assert "unknown example 'plain_jx'. Did you mean plain_jax?" in said("plain_jx")
-    assert "no example 'zzzz'. Choose from cnn_batchnorm" in said("zzzz")
+    assert "unknown example 'zzzz'. Choose from cnn_batchnorm" in said("zzzz")
     assert "needs the name of an example. Choose from" in said("--out", str(tmp_path))
     nowhere = tmp_path / "no"
     assert "there is no folder" in said("plain_jax", "--out", str(nowhere))
