@@ -316,7 +316,7 @@ def _check(owner: Any, name: str, expected: _Expected, value: Any) -> None:
     )
 
 
-def check_share(name: str, value: float) -> None:
+def check_share(name: str, value: float | int) -> None:
     """Raise unless a number is a share, from 0 to 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"`{name}` must be a share, from 0 to 1; got {value}. 95 % is 0.95.")
