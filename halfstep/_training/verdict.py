@@ -68,8 +68,8 @@ def magnitudes(tree: PyTree) -> Float32[Array, " leaves"]:
     for indices in together.values():
         stacked = jnp.stack([leaves[index] for index in indices])
         tops, dtype = _tops(stacked, range(1, stacked.ndim))
-        order, found = by_dtype.setdefault(dtype, ([], []))
-        order += indices
+        places, found = by_dtype.setdefault(dtype, ([], []))
+        places += indices
         found.append(tops)
     if not by_dtype:
         return jnp.zeros(0, jnp.float32)

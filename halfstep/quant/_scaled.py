@@ -168,8 +168,15 @@ def read_blocks(
     """
     batch, rows, blocks, size = array.elements.shape
     scale = scale_of_rows(array.scale.astype(jnp.float32) * array.outer, rows, factor)
-    value = array.elements.astype(jnp.float32) * scale[..., None]
-    return value.astype(dtype).reshape(batch, rows, blocks * size)[:, :, :length]
+    value = decoded(array.elements, scale, dtype)
+    return value.reshape(batch, rows, blocks * size)[:, :, :length]
+
+
+def decoded(
+    elements: Shaped[Array, "b r k e"], scale: Shaped[Array, "b r k"], dtype: DTypeLike
+) -> Float[Array, "b r k e"]:
+    """Return the numbers that elements represent, each block of them with its scale."""
+    return (elements.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]).astype(dtype)
 
 
 def scale_of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:

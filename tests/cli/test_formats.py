@@ -123,6 +123,7 @@ def test_between_two_numbers(name: str):
     assert stored(-one - step / 2 - Fraction(1, 10**60), row).value == -float(1 + step)
     smallest = Fraction(row.smallest)
     assert stored(smallest / 2, row).note.startswith("underflow")
+    assert math.copysign(1, stored(-smallest / 4, row).value) == -1
     assert stored(smallest * 3 / 4, row).value == row.smallest
     assert stored(smallest * 5 / 4, row).note == "subnormal: fewer bits are left"
     top = Fraction(row.max)

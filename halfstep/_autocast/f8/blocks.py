@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from halfstep._policy import Factor
-from halfstep.quant._scaled import Blocks, scale_of_rows
+from halfstep.quant._scaled import Blocks, decoded, scale_of_rows
 
 # `[batch, row, element]` of both factors: rows are multiplied with rows.
 _DIMENSIONS = (((2,), (2,)), ((0,), (0,)))
@@ -107,9 +107,7 @@ def _decoded(
 
 
 def _read(elements: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    size = elements.shape[2] // scale.shape[2]
-    wide = jnp.repeat(scale.astype(jnp.float32), size, axis=2)
-    return (elements.astype(jnp.float32) * wide).astype(dtype)
+    return decoded(elements.reshape(*scale.shape, -1), scale, dtype).reshape(elements.shape)
 
 
 def _scaled(
@@ -145,12 +143,7 @@ def _abstract(
 
 def _batch(values: Any, axes: Any, *, form: _Form) -> Any:
     size = next(v.shape[a] for v, a in zip(values, axes, strict=True) if a is not None)
-    moved = [
-        jnp.broadcast_to(value, (size, *value.shape))
-        if axis is None
-        else jnp.moveaxis(value, axis, 0)
-        for value, axis in zip(values, axes, strict=True)
-    ]
+    moved = [batching.bdim_at_front(v, a, size) for v, a in zip(values, axes, strict=True)]
     # The mapped dimension becomes a part of the batch.
     merged = [value.reshape(-1, *value.shape[2:]) for value in moved]
     made = _blocks.bind(*merged, form=form)

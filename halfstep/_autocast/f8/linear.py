@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -216,9 +215,7 @@ def _batch(values: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
     )
     residual_axes = tuple(axis if isinstance(axis, int) else None for axis in axes[:count])
     linears = [
-        jnp.moveaxis(value, axis, 0)
-        if isinstance(axis, int)
-        else jnp.broadcast_to(value, (size, *value.shape))
+        batching.bdim_at_front(value, axis if isinstance(axis, int) else None, size)
         for value, axis in zip(values[count:], axes[count:], strict=True)
     ]
     # `push` and `pull` cannot be mapped here: which of the two will run is not known yet. So the

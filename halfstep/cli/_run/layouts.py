@@ -20,8 +20,8 @@ class Layout:
         exponent_bits: Bits of the exponent.
         mantissa_bits: Stored bits of the significand, without the implicit leading one.
         beyond: What becomes of numbers beyond the largest. `"inf"`: as in IEEE 754, the highest
-            exponent is for infinity and NaN. `"nan"`: there is no infinity, and only the highest
-            pattern is NaN. `"max"`: there is neither.
+            exponent is for infinity and NaN. `"nan"`: only the highest pattern is NaN, and none
+            is infinity. `"max"`: every pattern is a number.
         used_by: Whether a policy names the format, or only recipes use it.
         aliases: Other names of the format.
     """
@@ -79,8 +79,8 @@ class Layout:
         quantum = Fraction(2) ** max(exponent_of(exact) - self.mantissa_bits, self.lowest)
         rounded = round(exact / quantum) * quantum
         if abs(rounded) <= self.max:
-            # Every number of every format is a float64.
-            return float(rounded)
+            # Every number of every format is a float64. A fraction of zero has no sign.
+            return math.copysign(float(rounded), exact)
         beyond = {"inf": math.inf, "nan": math.nan, "max": self.max}[self.beyond]
         return beyond if exact > 0 else -beyond
 
@@ -117,7 +117,7 @@ def exponent_of(exact: Fraction) -> int:
     return guess if Fraction(2) ** guess <= abs(exact) else guess - 1
 
 
-def _ieee(name: str, dtype: str, exponent: int, mantissa: int, *aliases: str) -> Layout:
+def _of_policy(name: str, dtype: str, exponent: int, mantissa: int, *aliases: str) -> Layout:
     return Layout(
         name=name,
         dtype=dtype,
@@ -129,35 +129,27 @@ def _ieee(name: str, dtype: str, exponent: int, mantissa: int, *aliases: str) ->
     )
 
 
+def _of_recipe(
+    dtype: str, exponent: int, mantissa: int, beyond: Literal["inf", "nan", "max"]
+) -> Layout:
+    return Layout(
+        name=f"e{exponent}m{mantissa}",
+        dtype=dtype,
+        exponent_bits=exponent,
+        mantissa_bits=mantissa,
+        beyond=beyond,
+        used_by="recipe",
+    )
+
+
 LAYOUTS = (
-    _ieee("f64", "float64", 11, 52, "fp64"),
-    _ieee("f32", "float32", 8, 23, "fp32", "full"),
-    _ieee("bf16", "bfloat16", 8, 7),
-    _ieee("f16", "float16", 5, 10, "fp16"),
+    _of_policy("f64", "float64", 11, 52, "fp64"),
+    _of_policy("f32", "float32", 8, 23, "fp32", "full"),
+    _of_policy("bf16", "bfloat16", 8, 7),
+    _of_policy("f16", "float16", 5, 10, "fp16"),
     # Those of the Open Compute Project, of 8 and 4 bits.
-    Layout(
-        name="e4m3",
-        dtype="float8_e4m3fn",
-        exponent_bits=4,
-        mantissa_bits=3,
-        beyond="nan",
-        used_by="recipe",
-    ),
-    Layout(
-        name="e5m2",
-        dtype="float8_e5m2",
-        exponent_bits=5,
-        mantissa_bits=2,
-        beyond="inf",
-        used_by="recipe",
-    ),
-    Layout(
-        name="e2m1",
-        dtype="float4_e2m1fn",
-        exponent_bits=2,
-        mantissa_bits=1,
-        beyond="max",
-        used_by="recipe",
-    ),
+    _of_recipe("float8_e4m3fn", 4, 3, "nan"),
+    _of_recipe("float8_e5m2", 5, 2, "inf"),
+    _of_recipe("float4_e2m1fn", 2, 1, "max"),
 )
 """All formats that policies and recipes name, the widest first."""
