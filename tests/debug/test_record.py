@@ -260,3 +260,21 @@ def test_casts_of_autocast_have_lines_of_the_users():
     casts = [site for site in sites if site.op == "convert_element_type"]
     assert casts
     assert {site.source.short.split(":")[0] for site in casts} == {"test_record.py"}
+
+
+def test_a_site_adds_few_kernels():
+    def step(x):
+        for _ in range(20):
+            x = jnp.exp(x) * 0.5
+        return x
+
+    x = jnp.ones((16, 64, 8))
+    recorder = debug.record(step, sites="ops", last=1)
+    log = recorder.init(x)
+    text = jax.jit(recorder).lower(log, x).compile().as_text()
+    assert text is not None
+    entry = text[text.index("\nENTRY") :]
+    # The value itself, a reduction over all cores, and one of the results of the cores. The numbers
+    # of all sites are converted at once, and not one by one.
+    assert entry.count(" fusion(") <= 3 * len(log.sites)
+    assert not entry.count("f32[1]{0} fusion(")

@@ -23,6 +23,9 @@ from halfstep.debug._instrument.site import Site
 Sites = OneOf["scopes", "ops"] | Callable[[Site], bool]
 """Which values are recorded: between lines and scopes, all, or those that a function selects."""
 
+Value = tuple[Body, int]
+"""A value of a program: its function, and its number there."""
+
 
 # Compared by identity: a layout is static in the log, and JAX compares static fields in every call.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -31,7 +34,7 @@ class Layout:
 
     body: Body
     sites: tuple[Site, ...]
-    owners: tuple[tuple[Body, int], ...]
+    owners: tuple[Value, ...]
     """For each site, its function and the number of the value in that function."""
     rows: Mapping[Body, Mapping[int, int]]
     """For each function, the row of each value that is a site."""
@@ -144,7 +147,7 @@ def layout_of(body: Body, select: Select, keep: Callable[[Site], bool] | None = 
     """
     # Every function gets an entry, even without sites, so that readers need no default.
     sites: list[Site] = []
-    owners: list[tuple[Body, int]] = []
+    owners: list[Value] = []
     rows: dict[Body, Mapping[int, int]] = {}
     for owner in _bodies(body):
         rows[owner] = {}
@@ -165,7 +168,7 @@ def _bodies(body: Body) -> Iterator[Body]:
             yield from _bodies(inner)
 
 
-def _in_order(body: Body, selected: Mapping[Body, frozenset[int]]) -> Iterator[tuple[Body, int]]:
+def _in_order(body: Body, selected: Mapping[Body, frozenset[int]]) -> Iterator[Value]:
     """Yield values in the order in which a run computes them.
 
     The inputs come first; then, for each operation, the values inside it and its results. An

@@ -5,65 +5,97 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
-from halfstep._program import Inside, Interpreter, Node, Remat, Scan, bind_again, run_inside
+from halfstep._program import (
+    Constant,
+    Inside,
+    Interpreter,
+    Node,
+    Remat,
+    Scan,
+    bind_again,
+    run_inside,
+)
 from halfstep.debug._instrument.body import Body
 from halfstep.debug._instrument.layout import Layout
 from halfstep.debug._instrument.stats import (
     Column,
+    Measure,
     Turns,
     after_turn,
-    as_rows,
     combined,
     empty,
     no_turns,
-    numbers,
 )
 
 Results = tuple[list[Any], jax.Array]
 """The results of a function, and its rows."""
 
 
-def run(
-    layout: Layout,
-    body: Body,
-    values: Sequence[Any],
-    compute: np.dtype,
-    *,
-    detail: bool = False,
-) -> Results:
+def run(layout: Layout, body: Body, values: Sequence[Any], measure: Measure) -> Results:
     """Run one function of a program.
 
     Args:
         layout: The layout of the program.
         body: The function.
         values: The values of its inputs.
-        compute: The dtype whose range the numbers are compared with.
-        detail: Whether to fill the optional columns: range and zeros.
+        measure: Computes the rows of the values that are sites.
     """
-    recorder = _Recorder(layout, body, compute, detail=detail)
+    recorder = _Recorder(layout, body, measure)
     recorder.walk(values)
     return [recorder.read(operand) for operand in body.graph.outputs], recorder.rows()
 
 
-class _Recorder(Interpreter[Any]):
-    """Runs every operation unchanged, and records the numbers of values that are sites."""
+def run_for_rows(
+    layout: Layout, values: Sequence[Any], measure: Measure, *, effects: bool
+) -> jax.Array:
+    """Run a program for its rows alone: operations that no site depends on are left out.
 
-    def __init__(self, layout: Layout, body: Body, compute: np.dtype, *, detail: bool) -> None:
+    XLA would drop these operations too, but only after they were traced and lowered.
+
+    Args:
+        layout: The layout of the program.
+        values: The arrays of the call.
+        measure: Computes the rows of the values that are sites.
+        effects: Whether to run operations with effects, such as prints, that no site depends on.
+    """
+    recorder = _Recorder(layout, layout.body, measure)
+    recorder.enter(values)
+    for index in _needed(layout, effects=effects):
+        recorder.step(index)
+    return recorder.rows()
+
+
+def _needed(layout: Layout, *, effects: bool) -> list[int]:
+    """Return the operations of the outermost function that sites depend on, in running order."""
+    body, found = layout.body, list[int]()
+    needed = set(layout.rows[body])
+    for index in range(len(body.graph.nodes) - 1, -1, -1):
+        node = body.graph.nodes[index]
+        has_sites = any(map(layout.count, body.inner.get(index, ())))
+        if has_sites or (effects and node.effects) or not needed.isdisjoint(node.outs):
+            found.append(index)
+            needed.update(o for o in node.ins if not isinstance(o, Constant))
+    return found[::-1]
+
+
+class _Recorder(Interpreter[Any]):
+    """Runs every operation unchanged, and measures the values that are sites."""
+
+    def __init__(self, layout: Layout, body: Body, measure: Measure) -> None:
         super().__init__(body.graph)
-        self.layout, self.body, self.compute, self.detail = layout, body, compute, detail
+        self.layout, self.body, self.measure = layout, body, measure
         self.sites = layout.rows[body]
         # Rows are in the order of a run. `blocks` has the rows up to the last inner function. `own`
         # has the rows since then, which are stacked all at once rather than one by one.
-        self.own: list[list[Any]] = []
+        self.own: list[Any] = []
         self.blocks: list[jax.Array] = []
 
     def write(self, number: int, value: Any) -> None:
         super().write(number, value)
         if number in self.sites:
-            self.own.append(numbers(value, self.compute, detail=self.detail))
+            self.own.append(self.measure.of(value, (self.body, number)))
 
     def bind(self, index: int, operands: Sequence[Any]) -> list[Any]:
         node, bodies = self.graph.nodes[index], self.body.inner.get(index, ())
@@ -71,12 +103,13 @@ class _Recorder(Interpreter[Any]):
             return bind_again(node.primitive, node.params, operands)
 
         results, rows = run_inside(_Recorded(node, bodies, self), operands)
-        self.blocks += [as_rows(self.own, self.layout.loops), rows]
+        self.blocks += [self.measure.rows(self.own, self.layout.loops), rows]
         self.own = []
         return results
 
     def rows(self) -> jax.Array:
-        return jnp.concatenate([*self.blocks, as_rows(self.own, self.layout.loops)])
+        own = self.measure.rows(self.own, self.layout.loops)
+        return jnp.concatenate([*self.blocks, own])
 
 
 class _Recorded(Inside[Any, jax.Array]):
@@ -87,8 +120,7 @@ class _Recorded(Inside[Any, jax.Array]):
         self.bodies, self.around, self.layout = bodies, around, around.layout
 
     def run(self, number: int, values: Sequence[Any], state: PyTree) -> Results:
-        body, around = self.bodies[number], self.around
-        return run(self.layout, body, values, around.compute, detail=around.detail)
+        return run(self.layout, self.bodies[number], values, self.around.measure)
 
     def call(self, structure: Any, operands: Sequence[Any], state: PyTree) -> Results:
         if not isinstance(structure, Remat):

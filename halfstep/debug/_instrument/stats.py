@@ -1,8 +1,9 @@
 """Reduce a value to the row of numbers that is recorded for it."""
 
+import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -51,43 +52,118 @@ def is_recorded(aval: AbstractValue | jax.ShapeDtypeStruct) -> bool:
     return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> list[Any]:
-    """Compute the numbers of one value, up to the columns that say where it is.
+Reduction = tuple[jax.Array, Any, Callable[[Any, Any], Any]]
+"""An array, the number that a reduction starts from, and the function that merges two numbers."""
+
+
+class Counted(NamedTuple):
+    """The numbers of one value as they come out of its reduction.
+
+    Numbers of a single value are not converted, because each conversion would be a kernel of its
+    own, and starting it takes longer than running it. `as_rows` converts the numbers of many values
+    at once.
+    """
+
+    magnitudes: tuple[Any, Any]
+    """The largest and the smallest magnitude, as the bits of a float32."""
+    counts: tuple[Any, Any, Any]
+    """How many elements are not finite, below the range of the compute dtype, and above it."""
+    size: int
+    detail: tuple[Any, ...] = ()
+    """The smallest and the largest element and the number of zeros, if requested."""
+
+
+class Measure(abc.ABC):
+    """How the values of sites become rows."""
+
+    @abc.abstractmethod
+    def of(self, value: jax.Array, place: Any) -> Any:
+        """Measure a value where the program computes it.
+
+        Args:
+            value: Any floating-point array.
+            place: The function of the value, and its number there.
+        """
+
+    @abc.abstractmethod
+    def rows(self, measured: Sequence[Any], loops: int) -> jax.Array:
+        """Stack measured values into rows, with one more column per loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Measure):
+    """All numbers of each value."""
+
+    compute: np.dtype
+    """The dtype whose range the numbers are compared with."""
+    detail: bool = False
+    """Whether to fill the optional columns: range and zeros."""
+
+    def of(self, value: jax.Array, place: Any) -> Counted:
+        """Compute the numbers of a value."""
+        del place
+        return numbers(value, self.compute, detail=self.detail)
+
+    def rows(self, measured: Sequence[Any], loops: int) -> jax.Array:
+        """Stack the numbers."""
+        return as_rows(measured, loops)
+
+
+def numbers(value: jax.Array, compute: np.dtype, *, detail: bool = False) -> Counted:
+    """Compute the numbers of one value.
 
     Args:
         value: Any floating-point array.
         compute: The dtype whose range the numbers are compared with.
         detail: Whether to compute the range and count the zeros as well.
     """
-    value = _real(value)
-    dtype = value.dtype
+    value = real(value)
     # As integers, magnitudes keep their order and NaN is above infinity, so one maximum is enough.
     # The stored bits are read, so that XLA cannot use a wider number that was there before.
-    bits, infinite = _magnitude(value), _bits_of(np.inf, dtype)
+    bits, dtype = magnitude(value), value.dtype
+    if dtype == jnp.bfloat16:
+        # The upper half of the bits of a float32.
+        bits, dtype = bits.astype(jnp.uint32) << np.uint32(16), np.dtype(np.float32)
+    infinite = bits_of(np.inf, dtype)
     low, high = _limits(dtype, compute)
     counted = [bits >= infinite, (bits > 0) & (bits < low), (bits > high) & (bits < infinite)]
-    # One pass for all five: on a CPU, five passes take ten times as long. Counts are integers
-    # because a float32 sum of ones stops at 2^24.
-    given = (
-        bits,
-        jnp.where((bits > 0) & (bits < infinite), bits, infinite),
-        *(where.astype(jnp.int32) for where in counted),
-    )
-    start = (bits.dtype.type(0), infinite, *[np.int32(0)] * len(counted))
-    rows = _leading(bits.shape)
-    if 0 < rows < bits.ndim:
-        given = jax.lax.reduce(given, start, _both, tuple(range(rows, bits.ndim)))
-    largest, smallest, *counts = jax.lax.reduce(given, start, _both, tuple(range(given[0].ndim)))
-    bad, below, above = (count.astype(jnp.float32) for count in counts)
-    share = np.float32(1 / bits.size)
-    made = [_number(largest, dtype), _number(smallest, dtype), bad, below * share, above * share]
-    return [*made, *(_detail(value, bits) if detail else [np.float32(np.nan)] * 3)]
+    # One pass for all: on a CPU, five passes take ten times as long. Counts are integers because a
+    # float32 sum of ones stops at 2^24.
+    given = [
+        (bits, bits.dtype.type(0), jax.lax.max),
+        (jnp.where((bits > 0) & (bits < infinite), bits, infinite), infinite, jax.lax.min),
+        *((where.astype(jnp.int32), np.int32(0), jax.lax.add) for where in counted),
+    ]
+    if detail:
+        given += _detail(value, bits, infinite)
+    largest, smallest, bad, below, above, *rest = _reduced(given, over_all_cores=not detail)
+    magnitudes = _single(largest, dtype), _single(smallest, dtype)
+    return Counted(magnitudes, (bad, below, above), bits.size, tuple(rest))
 
 
-def _both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
-    """Merge the numbers of two parts."""
-    counts = (x + y for x, y in zip(one[2:], other[2:], strict=True))
-    return (jnp.maximum(one[0], other[0]), jnp.minimum(one[1], other[1]), *counts)
+def _detail(value: jax.Array, bits: jax.Array, infinite: np.ndarray) -> list[Reduction]:
+    finite = bits < infinite
+    above, below = np.asarray(np.inf, value.dtype), np.asarray(-np.inf, value.dtype)
+    return [
+        (jnp.where(finite, value, above), above, jax.lax.min),
+        (jnp.where(finite, value, below), below, jax.lax.max),
+        ((bits == 0).astype(jnp.int32), np.int32(0), jax.lax.add),
+    ]
+
+
+def _reduced(given: Sequence[Reduction], *, over_all_cores: bool) -> Sequence[jax.Array]:
+    """Reduce some arrays of the same shape to numbers, in one pass."""
+    arrays, start, merge = zip(*given, strict=True)
+
+    def both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(f(x, y) for f, x, y in zip(merge, one, other, strict=True))
+
+    shape = arrays[0].shape
+    kept = _leading(shape)
+    # A second reduction is more code, which a program that runs once does not repay.
+    if over_all_cores and 0 < kept < len(shape):
+        arrays = jax.lax.reduce(arrays, start, both, tuple(range(kept, len(shape))))
+    return jax.lax.reduce(arrays, start, both, tuple(range(arrays[0].ndim)))
 
 
 def _leading(shape: Sequence[int]) -> int:
@@ -100,21 +176,28 @@ def _leading(shape: Sequence[int]) -> int:
     return len(shape)
 
 
-def as_rows(values: Sequence[Sequence[Any]], loops: int) -> jax.Array:
+def as_rows(values: Sequence[Counted], loops: int) -> jax.Array:
     """Stack the numbers of some values into rows, with one more column per loop."""
     if not values:
         return empty(0, loops)
-    columns = [jnp.stack(column) for column in zip(*values, strict=True)]
+
+    def stacked(numbers: Iterable[Any]) -> jax.Array:
+        return jnp.stack([*numbers]).astype(jnp.float32)
+
+    magnitudes = [jnp.stack(column) for column in zip(*(v.magnitudes for v in values), strict=True)]
+    bad, below, above = map(stacked, zip(*(value.counts for value in values), strict=True))
+    share = stacked(np.float32(1 / value.size) for value in values)
+    unknown = [np.float32(np.nan)] * 3
+    detail = zip(
+        *([x.astype(jnp.float32) for x in v.detail] or unknown for v in values), strict=True
+    )
+    columns = [
+        *(jax.lax.bitcast_convert_type(column, jnp.float32) for column in magnitudes),
+        *(bad, below * share, above * share),
+        *map(stacked, detail),
+    ]
     nowhere = jnp.full(len(values), -1, jnp.float32)
     return jnp.stack([*columns, *[nowhere] * (1 + loops)], axis=1)
-
-
-def _detail(value: jax.Array, bits: jax.Array) -> list[jax.Array]:
-    finite = jnp.isfinite(value)
-    low = jnp.min(jnp.where(finite, value, np.asarray(np.inf, value.dtype)))
-    high = jnp.max(jnp.where(finite, value, np.asarray(-np.inf, value.dtype)))
-    zeros = jnp.sum(bits == 0, dtype=jnp.float32)
-    return [low.astype(jnp.float32), high.astype(jnp.float32), zeros]
 
 
 def empty(sites: int, loops: int) -> jax.Array:
@@ -216,7 +299,8 @@ def _merged(rows: jax.Array, times: jax.Array, any_bad: jax.Array, turn: jax.Arr
     return jnp.concatenate([own, at_first[:, Column.SHARD :]], axis=1)
 
 
-def _real(value: jax.Array) -> jax.Array:
+def real(value: jax.Array) -> jax.Array:
+    """Return a value as real numbers of a dtype with an infinity."""
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         return jnp.stack([value.real, value.imag])
     # 8-bit and 4-bit formats have no infinity, or encode it differently from the other formats.
@@ -227,23 +311,28 @@ def _integer(dtype: np.dtype) -> Any:
     return {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[dtype.itemsize]
 
 
-def _magnitude(value: jax.Array) -> jax.Array:
+def magnitude(value: jax.Array) -> jax.Array:
+    """Return the bits without the sign: their order is that of magnitudes, and NaN is last."""
     integer = _integer(value.dtype)
     mask = np.array(-1, f"i{value.dtype.itemsize}").view(integer) >> np.array(1, integer)
     return jax.lax.bitcast_convert_type(value, integer) & mask
 
 
-def _bits_of(number: float, dtype: np.dtype) -> np.ndarray:
+def bits_of(number: float, dtype: np.dtype) -> np.ndarray:
+    """Return the bits of a number in a dtype."""
     return np.asarray(number, dtype).view(_integer(dtype))
 
 
-def _number(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+def _single(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the bits of a number as the bits of the same number in float32."""
+    if dtype == np.float32:
+        return bits
     value = jax.lax.bitcast_convert_type(bits, dtype)
     if dtype.itemsize == 8:
         # Rows are float32, and a finite float64 must not become infinite in them.
         largest = np.asarray(np.finfo(np.float32).max, dtype)
         value = jnp.where(jnp.isfinite(value), jnp.minimum(value, largest), value)
-    return value.astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
 
 
 def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -251,7 +340,7 @@ def _limits(dtype: np.dtype, compute: np.dtype) -> tuple[np.ndarray, np.ndarray]
     largest = float(jnp.finfo(compute).max)
     # In a dtype of smaller range the limits become zero and infinity: nothing is outside.
     with np.errstate(over="ignore"):
-        low, high = _bits_of(float(jnp.finfo(compute).tiny), dtype), _bits_of(largest, dtype)
+        low, high = bits_of(float(jnp.finfo(compute).tiny), dtype), bits_of(largest, dtype)
     # A dtype with fewer digits may have to round the largest number up.
     rounded_up = float(high.view(dtype)) > largest
     return low, np.asarray(high - high.dtype.type(rounded_up))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,10 +13,10 @@ from halfstep._base import Report, checked, parse_dtype
 from halfstep._program import Constant
 from halfstep.debug._instrument.ancestors import Parents
 from halfstep.debug._instrument.layout import Layout, instrument
-from halfstep.debug._instrument.run import run
 from halfstep.debug._instrument.site import Site
 from halfstep.debug._instrument.stats import Column, Range, range_of
-from halfstep.debug._nonfinite.origin import NonFiniteOrigin, origin, turns_of
+from halfstep.debug._nonfinite.origin import NonFiniteOrigin, turns_of
+from halfstep.debug._nonfinite.passes import search
 
 _ROOTS = ("sqrt", "rsqrt", "cbrt", "pow")
 _EXPONENTIALS = ("exp", "exp2", "expm1", "cosh", "sinh", "integer_pow", "square")
@@ -74,7 +73,8 @@ class NonFinite(Report):
         between: The candidates, if not every operation was recorded: the operations between the
             last recorded values and `site`. Otherwise empty.
         nan: Where the values became NaN, if they were infinite at first.
-        chain: The operations on the way from `site` to a result.
+        chain: The operations on the way from `site` to a result. `first_nonfinite` leaves out
+            operations that only pass a non-finite value on, as additions do.
         reaches: Whether anything that is not finite reaches a result or a check of a result. If
             not, it is masked and harmless.
         advice: What to do.
@@ -161,8 +161,15 @@ class NonFinite(Report):
 def first_nonfinite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:
     """Find the first operation whose result is not finite while its operands are.
 
-    The function is compiled and run once, and a few numbers are recorded for every operation's
-    result. Recording covers the forward pass, the backward pass and the update, inside `scan`,
+    The function is compiled and run twice. The first run flags the values that show whether
+    everything is finite. The second records numbers only near the place where non-finite values
+    began, and computes nothing after it. Prints and other effects happen once. A function with
+    effects inside loops, or with effects that return something, is run only once, with numbers of
+    every operation's result, which takes much longer to compile. On a CPU, the programs are
+    compiled without LLVM's optimizations, so that a value may differ from that of your own program
+    by rounding.
+
+    The search covers the forward pass, the backward pass and the update, inside `scan`,
     `while_loop`, `cond`, `jax.checkpoint` and `shard_map`, on all devices. It needs no callbacks to
     the host.
 
@@ -194,14 +201,8 @@ def first_nonfinite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> NonF
         ```
     """
     traced = instrument(func, args, kwargs, sites="ops", compute=None)
-    layout = traced.layout
-
-    def rows_of(*arrays: Any) -> jax.Array:
-        return run(layout, layout.body, arrays, traced.compute, detail=True)[1]
-
-    rows = np.asarray(jax.jit(rows_of)(*traced.call.arrays))
-    found = origin(layout, rows)
-    return None if found is None else finding(layout, rows, found)
+    recorded = search(traced)
+    return None if recorded is None else finding(recorded.layout, recorded.rows, recorded.found)
 
 
 def finding(layout: Layout, rows: np.ndarray, found: NonFiniteOrigin) -> NonFinite:

@@ -12,7 +12,8 @@ from halfstep.debug._instrument.body import Body
 from halfstep.debug._instrument.layout import Layout
 from halfstep.debug._instrument.stats import Column
 
-_ORDER = MappingProxyType({"forward": 0, "backward": 1, "update": 2})
+ORDER = MappingProxyType({"forward": 0, "backward": 1, "update": 2})
+"""The order of the passes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,7 @@ class NonFiniteOrigin:
 
 def origin(layout: Layout, rows: np.ndarray) -> NonFiniteOrigin | None:
     """Find where the non-finite values of one run began, or return `None` if all are finite."""
-    bad = np.flatnonzero(rows[:, Column.BAD] > 0)
-    return _Search(layout, rows).find(bad.tolist()) if bad.size else None
+    return Search(layout, rows).find()
 
 
 def turns_of(layout: Layout, rows: np.ndarray, row: int) -> tuple[int, ...]:
@@ -41,7 +41,9 @@ def turns_of(layout: Layout, rows: np.ndarray, row: int) -> tuple[int, ...]:
     return tuple(int(turn) for turn in rows[row, Column.TURN : Column.TURN + loops])
 
 
-class _Search:
+class Search:
+    """The search among the values of one run."""
+
     def __init__(self, layout: Layout, rows: np.ndarray) -> None:
         self.layout, self.rows = layout, rows
         self.parents = Parents(layout)
@@ -49,8 +51,14 @@ class _Search:
         self.starts: dict[Body, tuple[tuple[int, int], ...]] = {}
         self._place(layout.body, ())
         self.found: dict[int, list[int]] = {}
+        self.reached: tuple[int, ...] = ()
+        """After `find`, the values from which it chose: all non-finite ones on the way."""
 
-    def find(self, bad: list[int]) -> NonFiniteOrigin | None:
+    def find(self) -> NonFiniteOrigin | None:
+        """Find where non-finite values began, or return `None` if all are finite."""
+        bad: list[int] = np.flatnonzero(self.rows[:, Column.BAD] > 0).tolist()
+        if not bad:
+            return None
         # The search starts at the results, since that is what the user saw. An infinity that is
         # masked on the way may be older, but is harmless.
         returned = self._bad_rows(self.parents.of_outputs())
@@ -86,6 +94,7 @@ class _Search:
         chain = [first]
         while (after := below[chain[-1]]) is not None and after not in chain:
             chain.append(after)
+        self.reached = tuple(below)
         return NonFiniteOrigin(first, None if nan == first else nan, tuple(chain), reaches)
 
     def _above(self, row: int) -> list[int]:
@@ -126,7 +135,7 @@ class _Search:
         """Return a sort key for when a value was first not finite."""
         body, _ = self.layout.owners[row]
         # Factors of the backward pass are computed in the forward pass, and come after it here.
-        key: list[float | int] = [_ORDER[self.layout.sites[row].stage]]
+        key: list[float | int] = [ORDER[self.layout.sites[row].stage]]
         # Row numbers are ordered within one iteration. A late row of iteration 2 must come before
         # an early row of iteration 3, so the iteration goes first, after the position of the loop
         # itself.

@@ -16,7 +16,7 @@ from halfstep._base import checked, is_inexact, parse_dtype, type_of
 from halfstep.debug._instrument.layout import InstrumentedCall, Layout, Sites, instrument
 from halfstep.debug._instrument.run import run
 from halfstep.debug._instrument.site import Site
-from halfstep.debug._instrument.stats import EMPTY
+from halfstep.debug._instrument.stats import EMPTY, Numbers
 from halfstep.debug._record.debug_report import DebugReport, report
 
 
@@ -145,7 +145,7 @@ class Recorder:
             )
         _check_sites(log.sites, traced.layout.sites)
         arrays = [_whole_step(array) for array in traced.call.arrays]
-        results, rows = run(traced.layout, traced.layout.body, arrays, traced.compute)
+        results, rows = run(traced.layout, traced.layout.body, arrays, Numbers(traced.compute))
         # The log keeps its own layout although the new one has the same sites: a layout is static
         # and compared by identity, so a new one in each step would recompile each step.
         return log.after(rows), traced.call.rebuild(results)
