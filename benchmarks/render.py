@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import _numbers, pictures
-from benchmarks._bars import bars_text
+from benchmarks._bars import BASELINE, bars_text
 from benchmarks._comparison import text as peers_text
 from benchmarks._f8_tables import text as f8_text
 from benchmarks._fault_table import text as fault_text
@@ -382,12 +382,31 @@ def debug(result: dict[str, Any]) -> str:
         "found": "`debug.first_nonfinite`",
         "debug_nans": "`jax.debug_nans`",
     }
+    searched = {
+        "program": "step",
+        "pass": "goes wrong",
+        "found": "found",
+        "run_seconds": "compile and run, seconds",
+        "search_seconds": "search, seconds",
+        "ratio": "ratio",
+    }
+    odd = [f"{row['model']} ({row['sites']})" for row in costs if row["time_ratio"] < BASELINE]
+    unexplained = (
+        f"In the rows {', '.join(odd)}, the bare step took longer than the recorded one. These "
+        "ratios do not measure recording, and the reason is not known.\n\n"
+        if odd
+        else ""
+    )
     right = sum(row["is_right"] for row in faults)
     theirs = sum(row["debug_nans_is_right"] for row in faults)
     return (
         "A training step in bfloat16 with AdamW on a CPU, recorded and bare, as ratios of "
         "interleaved runs:\n\n"
         f"{table(costs, columns)}\n\n"
+        f"{unexplained}"
+        "`debug.first_nonfinite` until its answer, compared with compiling the step and running it "
+        "once, for a step that goes wrong in the forward or in the backward pass:\n\n"
+        f"{table(result['searches'], searched)}\n\n"
         f"Of {len(faults)} planted faults, `debug.first_nonfinite` names {right} with line, pass, "
         f"iteration and shard; `jax.debug_nans` names {theirs} in the jitted step, by line. It "
         "looks for NaN only, not for infinities, and says nothing about what came before:\n\n"
