@@ -21,11 +21,12 @@ from halfstep._autocast.recomputed.islands import Island, schedule
 from halfstep._autocast.recomputed.recompute import (
     Surroundings,
     difference,
-    island_signature,
     recomputed,
-    signature,
 )
+from halfstep._autocast.recomputed.repeats import Repeat, Unit, with_repeats
+from halfstep._autocast.recomputed.replay import differentiated_once
 from halfstep._autocast.recomputed.segments import Segment, segments
+from halfstep._autocast.recomputed.signatures import Signatures, shared_scopes
 from halfstep._autocast.saved.stores import only_stores, stored
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import (
@@ -65,16 +66,19 @@ def run(
     env = Environment(plan, place, slots=slots)
     env.enter(values)
     if plan.settings.has_segments:
-        units = segments(plan, out_kinds, place)
+        for unit in segments(plan, out_kinds, place):
+            if isinstance(unit, Segment):
+                _run_segment(env, unit)
+            else:
+                env.step(unit)
     else:
         units = schedule(plan, out_kinds)
-    for unit in units:
-        if isinstance(unit, Island):
-            _run_island(env, unit)
-        elif isinstance(unit, Segment):
-            _run_segment(env, unit)
-        else:
-            env.step(unit)
+        is_repeated = place is Surroundings.WHOLE and slots is None
+        for unit in with_repeats(plan, units, env.sharing.signatures) if is_repeated else units:
+            if isinstance(unit, Repeat):
+                _run_repeat(env, unit)
+            else:
+                _run_unit(env, unit)
     return [
         env.read_where_made(operand, held(plan, operand, kind))
         for operand, kind in zip(plan.graph.outputs, out_kinds, strict=True)
@@ -86,19 +90,40 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
     return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
 
 
+class Sharing:
+    """The functions that several islands, calls or layers of a plan are.
+
+    They live as long as one run of the plan. Functions in here must not close over an environment:
+    JAX keeps them with the program, and values of a trace that is over with them.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.signatures = Signatures(plan)
+        self.functions: dict[Hashable, Callable[..., Any]] = {}
+        self.repeats: dict[Hashable, tuple[Callable[..., Any], list[Any]]] = {}
+        """The functions of repeats; each with the places and dtypes of what it returns."""
+
+
 class Environment(Interpreter[Any]):
     """Runs operations as a plan says; values are held in one or both of the two dtypes."""
 
     def __init__(
-        self, plan: Plan, place: Surroundings, *, stored: bool = False, slots: Slots | None = None
+        self,
+        plan: Plan,
+        place: Surroundings,
+        *,
+        stored: bool = False,
+        slots: Slots | None = None,
+        entered: int = 0,
+        sharing: "Sharing | None" = None,
     ):
-        super().__init__(plan.graph)
+        super().__init__(plan.graph, entered=entered)
         self.plan = plan
         self.place = place
         self.stored = stored
         self.slots = slots
         self.others: dict[tuple[int, np.dtype], Any] = {}
-        self.shared: dict[Hashable, Callable[..., Any]] = {}
+        self.sharing = sharing or Sharing(plan)
 
     def operand(self, operand: Operand, index: int) -> Any:
         return operand_of(self, operand, index)
@@ -112,6 +137,13 @@ class Environment(Interpreter[Any]):
             for result, dtype in zip(results, dtypes, strict=True)
         ]
         return [self.keep(result, index) for result in results]
+
+    def hold(self, number: int, dtype: np.dtype | None, value: Any) -> None:
+        """Keep a value as it was made, for `None`, or in another dtype."""
+        if dtype is None:
+            self.write(number, value)
+        else:
+            self.others[number, dtype] = value
 
     def keep(self, value: Any, index: int | None) -> Any:
         """Return a result of an operation, kept for the backward pass as the plan says."""
@@ -162,7 +194,7 @@ class Environment(Interpreter[Any]):
         maker = self.plan.maker(operand)
         if maker is None:
             return self.read_as(operand, dtype)
-        with self.plan.graph.nodes[maker].in_scope():
+        with self.plan.graph.nodes[maker].in_scope(self.entered):
             return self.read_as(operand, dtype)
 
 
@@ -231,7 +263,9 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
         inside = functools.partial(run, place=env.place.within(node.name))
         if node.name in nested.RECOMPUTED:
             func = nested.recomputed(node, decision, inside)
-            return env.shared.setdefault(signature(plan, index), func)(slots, *operands)
+            return env.sharing.functions.setdefault(env.sharing.signatures.call(index), func)(
+                slots, *operands
+            )
         call = nested.Call(node, decision, operands, plan.settings, inside, slots)
         return _RUNNERS[node.name](call)
     if decision.function is not None:
@@ -267,24 +301,74 @@ def _has_own_gradients(plan: Plan, index: int) -> bool:
     return wider and plan.graph.nodes[index].name in CONTRACTIONS
 
 
+def _run_unit(env: Environment, unit: Unit) -> None:
+    if isinstance(unit, Island):
+        _run_island(env, unit)
+    else:
+        env.step(unit)
+
+
 def _run_island(env: Environment, island: Island) -> None:
-    plan = env.plan
+    plan, place, sharing = env.plan, env.place, env.sharing
+    entered = shared_scopes(plan, island.nodes)
     last = env.place is Surroundings.WHOLE and island.is_last
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = Environment(plan, env.place, stored=not last)
+        inner = Environment(plan, place, stored=not last, entered=entered, sharing=sharing)
         for number, value in zip(island.inputs, values, strict=True):
             inner.write(number, value)
         for index in island.nodes:
             inner.step(index)
         return tuple(inner.read_where_made(number, dtype) for number, dtype in island.outputs)
 
-    with plan.graph.nodes[island.nodes[0]].in_scope():
+    first = plan.graph.nodes[island.nodes[0]]
+    with first.in_scope(env.entered):
         inputs = [env.read_as(number, dtype) for number, dtype in island.reads]
     barred = env.place is not Surroundings.LOOP and not last
     func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
-    results = env.shared.setdefault((barred, island_signature(plan, island)), func)(*inputs)
+    key = (barred, sharing.signatures.island(island))
+    with first.in_scope(env.entered, entered):
+        results = sharing.functions.setdefault(key, func)(*inputs)
     _write(env, island.outputs, results)
+
+
+def _run_repeat(env: Environment, repeat: Repeat) -> None:
+    """Run what layers repeat. A value that is held in both dtypes goes in and out in both."""
+    plan, place, sharing = env.plan, env.place, env.sharing
+    cast_to: dict[int, list[np.dtype]] = {}
+    for number, dtype in env.others:
+        cast_to.setdefault(number, []).append(dtype)
+    reads = [
+        (number, dtype) for number in repeat.inputs for dtype in (None, *cast_to.get(number, ()))
+    ]
+    positions = {number: position for position, number in enumerate(repeat.values)}
+    key = (repeat.signature, tuple((positions[number], dtype) for number, dtype in reads))
+    found: list[tuple[int, np.dtype | None]] = []
+
+    def inside(*values: Any) -> tuple[Any, ...]:
+        inner = Environment(plan, place, entered=repeat.entered, sharing=sharing)
+        for (number, dtype), value in zip(reads, values, strict=True):
+            inner.hold(number, dtype, value)
+        for unit in repeat.units:
+            _run_unit(inner, unit)
+        made = {(number, None): value for number, value in inner.values.items()} | inner.others
+        out = {
+            (positions[number], dtype): value
+            for (number, dtype), value in made.items()
+            if positions[number] in repeat.wanted and (number, dtype) not in reads
+        }
+        found[:] = out
+        return tuple(out.values())
+
+    func, outputs = sharing.repeats.setdefault(key, (differentiated_once(inside), found))
+    given = [
+        env.values[number] if dtype is None else env.others[number, dtype]
+        for number, dtype in reads
+    ]
+    with plan.graph.nodes[repeat.nodes[0]].in_scope(env.entered, repeat.entered):
+        results = func(*given)
+    for (position, dtype), result in zip(outputs, results, strict=True):
+        env.hold(repeat.values[position], dtype, result)
 
 
 def _run_segment(env: Environment, segment: Segment) -> None:

@@ -53,12 +53,18 @@ class Node:
         """The name of the primitive."""
         return self.primitive.name
 
-    def in_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which everything that runs has this operation's line and scopes."""
+    def in_scope(
+        self, entered: int = 0, end: int | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which everything that runs has this operation's line and scopes.
+
+        Args:
+            entered: How many of the scopes, beginning with the outermost, are entered already.
+            end: How many of them to be in; `None` for all.
+        """
         source = self.source
-        return source_info_util.user_context(
-            source.traceback, name_stack=source_info_util.current_name_stack() + source.name_stack
-        )
+        scopes = source_info_util.current_name_stack() + source.name_stack[entered:end]
+        return source_info_util.user_context(source.traceback, name_stack=scopes)
 
     # Read once: every pass over a program needs it, and `explain` needs it for each operation.
     @functools.cached_property

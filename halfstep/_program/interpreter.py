@@ -45,8 +45,10 @@ _Beside = TypeVar("_Beside")
 class Interpreter(abc.ABC, Generic[_Value]):
     """One run of one function of a program: its values so far, by number."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, entered: int = 0) -> None:
         self.graph = graph
+        self.entered = entered
+        """How many scopes that all operations share are entered already."""
         self.values: dict[int, _Value] = {}
 
     @abc.abstractmethod
@@ -88,7 +90,7 @@ class Interpreter(abc.ABC, Generic[_Value]):
     def step(self, index: int) -> None:
         """Run one operation on the values so far, with its own line and scopes."""
         node = self.graph.nodes[index]
-        with node.in_scope():
+        with node.in_scope(self.entered):
             operands = [self.operand(operand, index) for operand in node.ins]
             results = self.bind(index, operands)
             for number, result in zip(node.outs, results, strict=True):

@@ -1,5 +1,6 @@
 """What layers that are written out repeat is one function, and only that."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import halfstep
-from halfstep._autocast import run as _run
+from halfstep._autocast.recomputed import signatures
 from tests._jaxprs import contractions, equations
 
 pytestmark = pytest.mark.core
@@ -87,7 +88,7 @@ def on_another_line(number: int, weight: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("layer", "count"),
-    [(scaled_layer, 4), (over_another_axis, 3), (in_its_own_scope, 4), (on_another_line, 3)],
+    [(scaled_layer, 4), (over_another_axis, 3), (on_another_line, 3)],
 )
 def test_what_differs_is_not_shared(layer, count: int, given, monkeypatch):
     def found() -> Any:
@@ -97,8 +98,21 @@ def test_what_differs_is_not_shared(layer, count: int, given, monkeypatch):
     assert len(islands) == LAYERS
     assert distinct(islands) == count
     shared = found()
-    monkeypatch.setattr(_run, "island_signature", lambda *_: object())
+    monkeypatch.setattr(signatures.Signatures, "island", lambda *_: object())
     jax.tree.map(np.testing.assert_array_equal, shared, found())
+
+
+def test_layers_share_their_islands_and_keep_their_scopes(given):
+    loss = halfstep.autocast(stacked(in_its_own_scope), "bf16")
+    assert distinct(recomputed(loss, *given)) == 2
+    text = jax.jit(jax.grad(loss)).lower(*given).as_text(debug_info=True)
+    for number in range(LAYERS):
+        found = {
+            name
+            for name in ("dot_general", "exp", "reduce_max")
+            if re.search(rf"layer_{number}\)?/[^\"]*{name}\b", text)
+        }
+        assert found == {"dot_general", "exp", "reduce_max"}
 
 
 def test_a_sum_of_operands_in_another_order_is_not_shared(given):

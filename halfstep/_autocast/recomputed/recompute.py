@@ -8,10 +8,9 @@ XLA:TPU only needs the first: the second one keeps it from fusing contractions w
 passes are apart anyway, or after the last contraction, where nothing lies between the passes.
 """
 
-import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +23,10 @@ from jax.interpreters import ad, batching, mlir
 
 from halfstep._autocast.custom_rules import zero_tangent
 from halfstep._autocast.nested import RECOMPUTED
-from halfstep._autocast.plans import Decision, Plan
-from halfstep._autocast.recomputed.islands import Island
 from halfstep._autocast.saved.float8 import keep, restore
 from halfstep._base import settled
 from halfstep._policy import Factor
-from halfstep._program import Constant, Operand, Scan, While
+from halfstep._program import Scan, While
 
 
 class Surroundings(enum.Enum):
@@ -144,76 +141,6 @@ def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
     for i, value in zip(moving, made, strict=True):
         out[i] = value
     return tuple(out)
-
-
-# Equal functions are shared.
-#
-# Unrolled layers repeat their islands and calls. JAX caches what it derives from a function (its
-# trace, derivative and transpose) by the function, so twelve layers that share one function are
-# differentiated once.
-
-
-def island_signature(plan: Plan, island: Island) -> Hashable:
-    """Return a key that is equal for islands of a plan that are the same function.
-
-    Source lines and named scopes are part of the key, so that each operation keeps its own.
-    """
-    numbers = {number: position for position, number in enumerate(island.inputs)}
-    parts = tuple(_operation(plan, index, numbers) for index in island.nodes)
-    reads = tuple((plan.graph.avals[number], dtype) for number, dtype in island.reads)
-    outputs = tuple((numbers[number], dtype) for number, dtype in island.outputs)
-    return reads, parts, outputs
-
-
-def signature(plan: Plan, index: int) -> Hashable:
-    """Return such a key for a single operation, such as a call."""
-    operands = plan.graph.nodes[index].ins
-    numbers: dict[int, int] = {}
-    for operand in operands:
-        if not isinstance(operand, Constant):
-            numbers.setdefault(operand, len(numbers))
-    return _operation(plan, index, numbers)
-
-
-def _operation(plan: Plan, index: int, numbers: dict[int, int]) -> Hashable:
-    node, level = plan.graph.nodes[index], plan.levels[index]
-    ins = tuple(_operand(plan, operand, level, numbers) for operand in node.ins)
-    for number in node.outs:
-        numbers[number] = len(numbers)
-    return (
-        node.primitive,
-        tuple((name, _key(node.params[name])) for name in sorted(node.params)),
-        ins,
-        tuple(plan.graph.avals[number] for number in node.outs),
-        _decision(plan.decisions[index]),
-        _key(node.source.name_stack),
-        _key(node.source.traceback),
-    )
-
-
-def _operand(
-    plan: Plan, operand: Operand, level: int, numbers: Mapping[int, int]
-) -> tuple[Hashable, ...]:
-    kind = plan.seen(operand, level)
-    if not isinstance(operand, Constant):
-        return numbers[operand], kind
-    value = np.asarray(operand.value)
-    return "constant", kind, operand.aval, value.dtype, value.tobytes()
-
-
-def _decision(decision: Decision) -> Hashable:
-    # The plan of the inside follows from the operation and its operands.
-    names = (field.name for field in dataclasses.fields(decision) if field.name != "inner")
-    return tuple(_key(getattr(decision, name)) for name in names)
-
-
-def _key(value: object) -> Hashable:
-    """Return a value to compare by; a value without a hash is equal only to itself."""
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return type(value), value
 
 
 # `x - max(x)` inside an island.

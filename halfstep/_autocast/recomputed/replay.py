@@ -1,0 +1,316 @@
+"""Differentiate a function once, and replay its derivative wherever the function is called.
+
+`jax.grad` differentiates every operation of a program by itself: it traces the operation's rule,
+splits the result into what is computed in the forward pass and what is linear in the tangents, and
+transposes the linear part. All of this is kept here by the function. A call then only repeats the
+operations that come out of it, each with its own line and scopes.
+
+The program is the one that JAX makes without this. It is not `jit`, which would compile the
+function wherever the gradient is not itself compiled, and which would give all of its operations
+one line if they were inlined.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core, source_info_util
+from jax.interpreters import ad, batching, mlir
+
+from halfstep._base import ClosedJaxpr
+from halfstep._program import bind_again
+
+Function = Callable[..., Sequence[Any]]
+
+
+def differentiated_once(func: Function) -> Function:
+    """Return the same function, whose derivative is traced once for each types of its arguments.
+
+    Args:
+        func: A function of arrays that returns arrays, without effects. It closes over no value of
+            the trace around it, because its own traces outlive that one.
+    """
+
+    @functools.cache
+    def traced(types: tuple[Any, ...]) -> _Program:
+        function = jax.make_jaxpr(func)(*types)
+        return _Program(function, function.jaxpr.eqns, function.jaxpr.invars, _outputs(function))
+
+    @functools.cache
+    def pushing(types: tuple[Any, ...], moving: tuple[int, ...]) -> _Derivative:
+        def push(*values: Any) -> tuple[Any, ...]:
+            primals, tangents = values[: len(types)], values[len(types) :]
+
+            def moved(*some: Any) -> Sequence[Any]:
+                given = list(primals)
+                for place, value in zip(moving, some, strict=True):
+                    given[place] = value
+                return func(*given)
+
+            results, made = jax.jvp(moved, [primals[place] for place in moving], list(tangents))
+            return (*results, *made)
+
+        given = [types[place].to_tangent_aval() for place in moving]
+        return _Derivative(jax.make_jaxpr(push)(*types, *given), len(types))
+
+    @jax.custom_jvp
+    def outer(*values: Any) -> Sequence[Any]:
+        return traced(_types(values))(values)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moving = tuple(
+            place
+            for place, tangent in enumerate(tangents)
+            if not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+        )
+        return pushing(_types(primals), moving)(primals, [tangents[place] for place in moving])
+
+    outer.defjvp(rule, symbolic_zeros=True)
+    return outer
+
+
+def _types(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(jax.typeof, values))
+
+
+def _outputs(function: ClosedJaxpr) -> list[Any]:
+    return list(function.jaxpr.outvars)
+
+
+class _Program:
+    """Operations of a traced function that run again, with their own lines and scopes."""
+
+    def __init__(
+        self,
+        function: ClosedJaxpr,
+        equations: Sequence[core.JaxprEqn],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        *,
+        by: str = "",
+    ) -> None:
+        """Keep the operations that are needed.
+
+        Args:
+            function: The traced function.
+            equations: Some of its operations.
+            inputs: The variables that values are given for.
+            outputs: The variables and constants to return.
+            by: The transformation that the operations come from. Their scopes begin with it, and
+                so do the scopes of the place where they are replayed.
+        """
+        self.constants = dict(zip(function.jaxpr.constvars, function.consts, strict=True))
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self._outermost = source_info_util.new_name_stack().transform(by)
+        needed = set(_variables(outputs))
+        live = []
+        for equation in reversed(equations):
+            if not needed.isdisjoint(equation.outvars):
+                needed.update(_variables(equation.invars))
+                live.append(equation)
+        self.equations = live[::-1]
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        env = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for equation in self.equations:
+            source = equation.source_info
+            own = source.name_stack
+            scopes = source_info_util.current_name_stack() + (
+                own[1:] if own[:1] == self._outermost else own
+            )
+            with source_info_util.user_context(source.traceback, name_stack=scopes):
+                made = bind_again(
+                    equation.primitive, equation.params, list(map(read, equation.invars))
+                )
+            env.update(zip(equation.outvars, made, strict=True))
+        return list(map(read, self.outputs))
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
+
+
+def _reached(equations: Sequence[core.JaxprEqn], start: Iterable[Any]) -> set[Any]:
+    """Return the variables that depend on some variables, and these."""
+    found = set(start)
+    for equation in equations:
+        if not found.isdisjoint(_variables(equation.invars)):
+            found.update(equation.outvars)
+    return found
+
+
+class _Derivative:
+    """A function's results and tangents, given its arguments and their tangents."""
+
+    def __init__(self, function: ClosedJaxpr, arguments: int) -> None:
+        jaxpr = function.jaxpr
+        primals, tangents = jaxpr.invars[:arguments], jaxpr.invars[arguments:]
+        moving = _reached(jaxpr.eqns, tangents)
+        half = len(jaxpr.outvars) // 2
+        results, self.tangents = jaxpr.outvars[:half], jaxpr.outvars[half:]
+        linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
+        made = {var for eqn in linear for var in eqn.outvars}
+        pushed = dict.fromkeys(out for out in self.tangents if out in made)
+        self.linear = _Linear(function, linear, tangents, tuple(pushed))
+        self.forward = _Program(
+            function,
+            [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)],
+            primals,
+            [*results, *self.linear.residuals],
+            by="jvp",
+        )
+        self.inputs = tangents
+
+    def __call__(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        made = self.forward(primals)
+        count = len(made) - len(self.linear.residuals)
+        results, residuals = made[:count], made[count:]
+        known = dict(zip(self.inputs, tangents, strict=True))
+        given = [known[slot.variable] for slot in self.linear.slots]
+        pushed = _push.bind(*residuals, *given, function=self.linear) if given else ()
+        known.update(zip(self.linear.program.outputs, pushed, strict=True))
+        return tuple(results), tuple(
+            known[out] if out in known else SymbolicZero(jax.typeof(result).to_tangent_aval())
+            for out, result in zip(self.tangents, results, strict=True)
+        )
+
+
+class _Slot:
+    """One reading of a tangent."""
+
+    def __init__(self, variable: Any) -> None:
+        self.variable = variable
+
+
+class _Linear:
+    """The part of a derivative that is linear in the tangents."""
+
+    def __init__(
+        self,
+        function: ClosedJaxpr,
+        equations: Sequence[core.JaxprEqn],
+        tangents: Sequence[Any],
+        outputs: Sequence[Any],
+    ) -> None:
+        self.program = _Program(function, equations, (), outputs, by="jvp")
+        live = self.program.equations
+        # Each reading of a tangent has a cotangent of its own, the last reading first. They are
+        # added up where the function is called, in the order in which JAX adds up the cotangents
+        # of a value that many operations read: sums of floats depend on the order.
+        self.slots: list[_Slot] = []
+        replaced = []
+        for equation in reversed(live):
+            slots = [_Slot(a) if a in tangents else a for a in equation.invars]
+            self.slots += [slot for slot in slots if isinstance(slot, _Slot)]
+            replaced.append(equation.replace(invars=slots))
+        self.program.equations = replaced[::-1]
+        made = {var for eqn in live for var in eqn.outvars}
+        read = dict.fromkeys(a for eqn in live for a in eqn.invars if not _is_literal(a))
+        constants = self.program.constants
+        self.residuals = [
+            a for a in read if a not in made and a not in tangents and a not in constants
+        ]
+        self.program.inputs = (*self.residuals, *self.slots)
+        self.avals = [out.aval for out in outputs]
+        self._transposed: dict[tuple[int, ...], tuple[_Program, list[int]]] = {}
+
+    def transposed(
+        self, wanted: tuple[int, ...], residuals: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Return the cotangent of each reading of a tangent; `None` where it is zero.
+
+        Args:
+            wanted: The results that have a cotangent.
+            residuals: The values from the forward pass.
+            cotangents: The cotangents.
+        """
+        if wanted not in self._transposed:
+            self._transposed[wanted] = self._transpose(wanted, residuals, cotangents)
+        program, places = self._transposed[wanted]
+        made: list[Any] = [None] * len(self.slots)
+        for place, value in zip(places, program([*residuals, *cotangents]), strict=True):
+            made[place] = value
+        return made
+
+    def _transpose(
+        self, wanted: tuple[int, ...], residuals: Sequence[Any], cotangents: Sequence[Any]
+    ) -> "tuple[_Program, list[int]]":
+        outputs = [self.program.outputs[place] for place in wanted]
+        places = [
+            place
+            for place, slot in enumerate(self.slots)
+            if not _reached(self.program.equations, [slot]).isdisjoint(outputs)
+        ]
+
+        def backward(residuals: Any, cotangents: Any, tangents: Any) -> Any:
+            def forward(*tangents: Any) -> list[Any]:
+                made = self.program([*residuals, *tangents])
+                return [made[place] for place in wanted]
+
+            return jax.linear_transpose(forward, *tangents)(cotangents)
+
+        types = [slot.variable.aval for slot in self.slots]
+        function = jax.make_jaxpr(backward)(
+            [jax.typeof(value) for value in residuals],
+            [jax.typeof(value) for value in cotangents],
+            types,
+        )
+        jaxpr = function.jaxpr
+        inputs = jaxpr.invars[: len(residuals) + len(cotangents)]
+        made = [jaxpr.outvars[place] for place in places]
+        return _Program(function, jaxpr.eqns, inputs, made, by="transpose"), places
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+_push = core.Primitive("halfstep_tangents")
+_push.multiple_results = True
+
+
+def _apply(*values: Any, function: _Linear) -> list[Any]:
+    return function.program(values)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear) -> Any:
+    moving = [place for place, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
+
+    def moved(*some: Any) -> list[Any]:
+        given = list(primals)
+        for place, value in zip(moving, some, strict=True):
+            given[place] = value
+        return function.program(given)
+
+    return jax.jvp(moved, [primals[n] for n in moving], [tangents[n] for n in moving])
+
+
+def _transpose(cotangents: Sequence[Any], *values: Any, function: _Linear) -> list[Any]:
+    residuals = values[: len(function.residuals)]
+    wanted = tuple(n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
+    made = function.transposed(wanted, residuals, [cotangents[n] for n in wanted])
+    return [None] * len(residuals) + made
+
+
+def _batch(values: Sequence[Any], axes: Sequence[Any], *, function: _Linear) -> Any:
+    made = jax.vmap(functools.partial(_apply, function=function), in_axes=tuple(axes))(*values)
+    return made, [0] * len(made)
+
+
+def _abstract(*_: ShapedArray, function: _Linear) -> list[Any]:
+    return function.avals
+
+
+_push.def_impl(_apply)
+_push.def_abstract_eval(_abstract)
+ad.primitive_jvps[_push] = _jvp
+ad.primitive_transposes[_push] = _transpose
+batching.primitive_batchers[_push] = _batch
+mlir.register_lowering(_push, mlir.lower_fun(_apply, multiple_results=True))

@@ -1,0 +1,124 @@
+"""Tell which operations, islands and layers of a plan are the same function.
+
+Layers that are written out one after the other repeat their operations. JAX caches what it derives
+from a function (its trace, derivative and transpose) by the function, so twelve layers that share
+one function are differentiated once.
+
+A signature holds everything that running an operation depends on, and its source line, so that each
+operation keeps its own line. Named scopes count only as far as they differ inside the function: a
+shared function is called in the scopes that all of its operations are in.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+
+from halfstep._autocast.plans import Decision, Plan
+from halfstep._autocast.recomputed.islands import Island
+from halfstep._program import Constant, Node, Operand
+
+
+class Signatures:
+    """The signatures of one plan. They compare with each other, not with those of other plans."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        # Operations are compared by small numbers: the parts of a signature are long.
+        self._numbers: dict[Hashable, int] = {}
+        self._of: dict[int, int] = {}
+
+    def operation(self, index: int) -> int:
+        """Return a number that is equal for operations that differ only in their values."""
+        if index not in self._of:
+            self._of[index] = self.number(self._parts(index))
+        return self._of[index]
+
+    def number(self, signature: Hashable) -> int:
+        """Return a short form of a signature."""
+        return self._numbers.setdefault(signature, len(self._numbers))
+
+    def function(self, indices: Iterable[int], numbers: dict[int, int], entered: int) -> Hashable:
+        """Return a signature of operations that run one after the other, as one function.
+
+        Args:
+            indices: The operations.
+            numbers: The place of each value that comes in; values that are made are added to it.
+            entered: The number of scopes that all operations share.
+        """
+        parts = []
+        for index in indices:
+            node = self._plan.graph.nodes[index]
+            values = (operand for operand in node.ins if not isinstance(operand, Constant))
+            places = tuple(numbers[value] for value in values)
+            for number in node.outs:
+                numbers[number] = len(numbers)
+            parts.append((self.operation(index), places, _key(node.source.name_stack[entered:])))
+        return tuple(parts)
+
+    def island(self, island: Island) -> Hashable:
+        """Return a signature of an island."""
+        plan = self._plan
+        numbers = {number: position for position, number in enumerate(island.inputs)}
+        parts = self.function(island.nodes, numbers, shared_scopes(plan, island.nodes))
+        reads = tuple((plan.graph.avals[number], dtype) for number, dtype in island.reads)
+        outputs = tuple((numbers[number], dtype) for number, dtype in island.outputs)
+        return reads, parts, outputs
+
+    def call(self, index: int) -> Hashable:
+        """Return a signature of a single operation, such as a call."""
+        numbers: dict[int, int] = {}
+        for operand in self._plan.graph.nodes[index].ins:
+            if not isinstance(operand, Constant):
+                numbers.setdefault(operand, len(numbers))
+        return self.function((index,), numbers, 0)
+
+    def _parts(self, index: int) -> Hashable:
+        plan = self._plan
+        node, level = plan.graph.nodes[index], plan.levels[index]
+        return (
+            node.primitive,
+            tuple((name, _key(node.params[name])) for name in sorted(node.params)),
+            tuple(_operand(plan, operand, level) for operand in node.ins),
+            tuple(plan.graph.avals[number] for number in node.outs),
+            _decision(plan.decisions[index]),
+            _key(node.source.traceback),
+        )
+
+
+def shared_scopes(plan: Plan, indices: Sequence[int]) -> int:
+    """Return how many scopes, beginning with the outermost, all of the operations are in."""
+    nodes = [plan.graph.nodes[index] for index in indices]
+    count = min(len(node.source.name_stack) for node in nodes)
+    first, *others = nodes
+    return min((_common(first, other, count) for other in others), default=count)
+
+
+def _common(first: Node, other: Node, most: int) -> int:
+    ours, theirs = first.source.name_stack, other.source.name_stack
+    if ours is theirs:
+        return most
+    return next((n for n in range(most) if ours[n : n + 1] != theirs[n : n + 1]), most)
+
+
+def _operand(plan: Plan, operand: Operand, level: int) -> tuple[Hashable, ...]:
+    kind = plan.seen(operand, level)
+    if not isinstance(operand, Constant):
+        return kind, plan.kinds[operand], plan.roundings[operand], plan.graph.avals[operand]
+    value = np.asarray(operand.value)
+    return kind, operand.aval, value.dtype, value.tobytes()
+
+
+def _decision(decision: Decision) -> Hashable:
+    # The plan of the inside follows from the operation and its operands.
+    names = (field.name for field in dataclasses.fields(decision) if field.name != "inner")
+    return tuple(_key(getattr(decision, name)) for name in names)
+
+
+def _key(value: object) -> Hashable:
+    """Return a value to compare by; a value without a hash is equal only to itself."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
