@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from halfstep._autocast import (
     Plan,
@@ -114,13 +115,16 @@ def explain(
         entries = tuple(step.entry for step in steps)
         # Positions beyond these belong to arguments that are passed by name, or left out.
         own = [number for number in numbers if number < len(args)]
-        lowered = _lowered(call, traced)
-        stored = _stored(lowered, call, own, finder, notes)
+        # The plan runs once. Its program is differentiated, and shows which casts there are: a
+        # value is cast once for all operations that read it in the same dtype, which the plan does
+        # not say.
+        program = jax.make_jaxpr(_lowered(call, traced))(*call.arrays)
+        added = casts(program.jaxpr) - own_casts(steps)
+        stored = _stored(jaxpr_as_fun(program), call, own, finder, notes)
         # A second reason for the same error would only repeat the note.
-        written = _stored(call, call, own, finder, []) if stored is not None else None
-        # Casts are counted in the program that runs, and not in the plan: a value is cast once for
-        # all operations that read it in the same dtype, which only running the plan shows.
-        added = casts(lowered, call.arrays) - own_casts(steps)
+        written = (
+            _stored(_written(call, traced), call, own, finder, []) if stored is not None else None
+        )
         findings = [*low_reductions(steps, min_bytes)]
         if settings.compute.itemsize < 4:
             findings += promotions(steps, finder, min_bytes)
@@ -169,6 +173,17 @@ def _lowered(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
     has_state = settings.recipe is not None and settings.recipe.needs_state
     state = _blank(traced.plan) if has_state else None
     return lambda *arrays: run_traced(traced, arrays, state=state)
+
+
+def _written(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
+    """Return a call as it is written, as a function of its arrays.
+
+    It is the program that was traced for the plan. If parameters are stored in 16 bits, which the
+    plan traces as float32, the function itself is traced once more.
+    """
+    dtypes = [getattr(aval, "dtype", None) for aval in traced.program.in_avals]
+    is_same = dtypes == [array.dtype for array in call.arrays]
+    return jaxpr_as_fun(traced.program) if is_same else call
 
 
 def _blank(plan: Plan) -> Mapping[str, Slot]:

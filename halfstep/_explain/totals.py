@@ -2,10 +2,9 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from halfstep._autocast import TWO_ACTIVATIONS, TWO_PARAMETERS, Settings
@@ -218,15 +217,11 @@ def by_dtype(found: Sequence[Residual]) -> dict[str, int]:
 # Casts.
 
 
-def casts(func: Callable[..., list[Any]], arrays: Sequence[Any]) -> int:
+def casts(jaxpr: core.Jaxpr) -> int:
     """Count the conversions between floating-point dtypes in one forward pass.
 
     Loops count by their length, a `while` loop as one iteration. All branches of a `cond` count.
     """
-    return _casts_in(jax.make_jaxpr(func)(*arrays).jaxpr)
-
-
-def _casts_in(jaxpr: core.Jaxpr) -> int:
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
@@ -235,7 +230,7 @@ def _casts_in(jaxpr: core.Jaxpr) -> int:
         found = structure_of(equation.primitive.name, equation.params)
         # No casts are added to a kernel, which runs as it is written.
         if found is not None and not isinstance(found, Opaque):
-            total += sum(inner.times * _casts_in(inner.function.jaxpr) for inner in found.inner())
+            total += sum(inner.times * casts(inner.function.jaxpr) for inner in found.inner())
     return total
 
 

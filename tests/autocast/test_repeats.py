@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import halfstep
+from halfstep._autocast import run
 from halfstep._autocast.recomputed import signatures
+from halfstep._program import Finder
 from tests._jaxprs import contractions, equations
 
 pytestmark = pytest.mark.core
@@ -100,6 +102,136 @@ def test_what_differs_is_not_shared(layer, count: int, given, monkeypatch):
     shared = found()
     monkeypatch.setattr(signatures.Signatures, "island", lambda *_: object())
     jax.tree.map(np.testing.assert_array_equal, shared, found())
+
+
+def attention_layer(number: int, weight: Any, x: Any) -> Any:
+    mixed = jax.nn.softmax(x @ weight @ x.T) @ x
+    return x + jax.nn.gelu(mixed @ weight)
+
+
+LAYER_KINDS = (softmax_layer, attention_layer, in_its_own_scope)
+
+
+def count_steps(layer: Callable[..., Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many operations are rewritten for a gradient of a number of layers."""
+    steps: list[int] = []
+    step = run.Environment.step
+
+    def counted(env: Any, index: int) -> None:
+        steps.append(index)
+        step(env, index)
+
+    def loss(weights: Any, x: Any) -> Any:
+        for number in range(layers):
+            x = layer(number, weights[number], x)
+        return jnp.sum(x)
+
+    given = [jnp.ones((8, 8))] * layers, jnp.ones((4, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Environment, "step", counted)
+        jax.make_jaxpr(jax.grad(halfstep.autocast(loss, "bf16")))(*given)
+    return len(steps)
+
+
+@pytest.mark.parametrize("layer", [softmax_layer, in_its_own_scope])
+def test_more_layers_are_not_more_work(layer, monkeypatch):
+    assert count_steps(layer, 6, monkeypatch) == count_steps(layer, 12, monkeypatch)
+
+
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all operations by themselves from now on."""
+    monkeypatch.setattr(run, "with_repeats", lambda plan, units, signatures: units)
+
+
+TRANSFORMED = {
+    "grad": jax.grad,
+    "grad of jit": lambda loss: jax.grad(jax.jit(loss)),
+    "jit of grad": lambda loss: jax.jit(jax.grad(loss)),
+    "jvp": lambda loss: lambda *args: jax.jvp(loss, args, args),
+    "linearize": lambda loss: lambda *args: jax.linearize(loss, *args)[1](*args),
+    "vmap of grad": lambda loss: jax.vmap(jax.grad(loss), (None, 0)),
+    "grad of vmap": lambda loss: jax.grad(
+        lambda weights, xs: jnp.sum(jax.vmap(loss, (None, 0))(weights, xs))
+    ),
+    "checkpoint": lambda loss: jax.grad(jax.checkpoint(loss)),
+    "forward over reverse": lambda loss: lambda *args: jax.jvp(jax.grad(loss), args, args),
+    "reverse over reverse": lambda loss: jax.grad(
+        lambda *args: jnp.sum(jax.grad(loss)(*args) ** 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYER_KINDS)
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_results_are_those_of_layers_by_themselves(name: str, layer, given, monkeypatch):
+    """Bit by bit, where the program is compiled and where it is not.
+
+    But `vmap` of a derivative puts the mapped axis of tangents first, and sums over another axis
+    are rounded differently.
+    """
+    weights, x = given
+    x = jnp.stack([x, 2 * x]) if "vmap" in name else x
+
+    def found() -> Any:
+        return TRANSFORMED[name](halfstep.autocast(stacked(layer), "bf16"))(weights, x)
+
+    shared = found()
+    apart(monkeypatch)
+    if name != "grad of vmap":
+        jax.tree.map(np.testing.assert_array_equal, shared, found())
+        return
+    alone = found()
+    assert np.max(np.abs(shared - alone)) <= 2 * 2.0**-8 * np.max(np.abs(alone))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16", "f8"])
+def test_a_value_that_all_layers_read_has_its_gradient_added_up_in_one_order(
+    policy: str, given, monkeypatch
+):
+    def loss(weights: Any, context: Any) -> Any:
+        context = jnp.tanh(context @ weights[0])
+        x = context
+        for weight in weights:
+            keys, values = context @ weight, (2 * context) @ weight
+            x = x + jax.nn.softmax(x @ keys.T) @ values
+        return jnp.sum(x) + jnp.sum(context**2)
+
+    def program() -> str:
+        return jax.jit(jax.grad(halfstep.autocast(loss, policy))).lower(*given).as_text()
+
+    def found() -> Any:
+        return jax.jit(jax.grad(halfstep.autocast(loss, policy)))(*given)
+
+    shared, text = found(), program()
+    apart(monkeypatch)
+    np.testing.assert_array_equal(shared, found())
+    assert sorted(operations(text)) == sorted(operations(program()))
+
+
+def operations(text: str) -> list[str]:
+    """The operations of a program, without the names of their values."""
+    return [re.sub(r"%[\w#]+(:\d+)?", "", line).strip() for line in text.splitlines()]
+
+
+def test_every_operation_keeps_its_line(given, monkeypatch):
+    def lines() -> list[tuple[str, str]]:
+        traced = jax.make_jaxpr(jax.grad(halfstep.autocast(stacked(attention_layer))))(*given)
+        finder = Finder()
+        return sorted(
+            (equation.primitive.name, finder.find(equation.source_info.traceback).short)
+            for equation in equations(traced)
+            if equation.primitive.name in ("dot_general", "exp", "tanh", "transpose")
+        )
+
+    shared = lines()
+    assert {line.partition(":")[0] for _, line in shared} == {"test_repeats.py"}
+    apart(monkeypatch)
+    assert shared == lines()
+
+
+def test_no_value_outlives_its_trace(given):
+    with jax.checking_leaks():
+        jax.jit(jax.grad(halfstep.autocast(stacked(attention_layer)))).lower(*given)
 
 
 def test_layers_share_their_islands_and_keep_their_scopes(given):

@@ -58,7 +58,7 @@ def differentiated_once(func: Function) -> Function:
 
     @jax.custom_jvp
     def outer(*values: Any) -> Sequence[Any]:
-        return traced(_types(values))(values)
+        return tuple(traced(_types(values))(values))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         moving = tuple(
