@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 import halfstep
 from halfstep._autocast import run
-from halfstep._autocast.recomputed import signatures
+from halfstep._autocast.recomputed import replay, signatures
 from halfstep._program import Finder
 from tests._jaxprs import contractions, equations
 
@@ -211,6 +213,90 @@ def test_a_value_that_all_layers_read_has_its_gradient_added_up_in_one_order(
 def operations(text: str) -> list[str]:
     """The operations of a program, without the names of their values."""
     return [re.sub(r"%[\w#]+(:\d+)?", "", line).strip() for line in text.splitlines()]
+
+
+def test_derivatives_that_mix_values_and_tangents(given, monkeypatch):
+    """The derivative of an operation may be a call that returns both."""
+    called = jax.jit(lambda x: jnp.sin(x) * x)
+    operation = Primitive("of_the_user")
+    operation.def_impl(called)
+    operation.def_abstract_eval(lambda x: x)
+    ad.primitive_jvps[operation] = lambda primals, tangents: jax.jvp(called, primals, tangents)
+
+    def layer(number: int, weight: Any, x: Any) -> Any:
+        return jnp.tanh(operation.bind(x @ weight) @ weight)
+
+    def found() -> Any:
+        return jax.grad(halfstep.autocast(stacked(layer), "bf16"))(*given)
+
+    split: list[bool] = []
+    is_split = replay._is_split
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "_is_split", lambda *args: split.append(is_split(*args)) or split[-1])
+        shared = found()
+    assert not all(split)
+    apart(monkeypatch)
+    np.testing.assert_array_equal(shared, found())
+
+
+def test_layers_that_return_something_without_a_derivative(given, monkeypatch):
+    weights, x = given
+
+    def loss(weights: Any, x: Any, counts: Any) -> Any:
+        totals = []
+        for weight in weights:
+            x = jax.nn.softmax(x @ weight)
+            # A scalar tangent of zero is a number that is written into the program.
+            totals.append(jnp.exp(jnp.sum(counts)))
+        return jnp.sum(x) * sum(totals)
+
+    def found() -> Any:
+        counts = jnp.ones(3) / 8
+        return jax.grad(halfstep.autocast(loss, "bf16", islands=False))(list(weights), x, counts)
+
+    shared = found()
+    apart(monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, shared, found())
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_layers_on_a_mesh(kind: str, given, monkeypatch):
+    weights, x = given
+    axis_type = jax.sharding.AxisType.Auto if kind == "auto" else jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(axis_type,))
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+
+    def found() -> Any:
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.grad(halfstep.autocast(stacked(softmax_layer))))(weights, x)
+
+    shared = found()
+    apart(monkeypatch)
+    np.testing.assert_array_equal(shared, found())
+
+
+def test_layers_in_a_shard_map(given, monkeypatch):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(weights: Any, x: Any) -> Any:
+        return jax.lax.pmean(halfstep.autocast(stacked(attention_layer))(weights, x), "data")
+
+    def found() -> Any:
+        specs = (jax.P(), jax.P("data"))
+        mapped = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=jax.P())
+        return jax.jit(jax.grad(mapped))(*given)
+
+    shared = found()
+    apart(monkeypatch)
+    np.testing.assert_array_equal(shared, found())
+
+
+def test_layers_with_a_symbolic_batch(given):
+    weights, x = given
+    (batch,) = jax.export.symbolic_shape("batch")
+    loss = jax.jit(jax.grad(halfstep.autocast(stacked(softmax_layer))))
+    exported = jax.export.export(loss)(weights, jax.ShapeDtypeStruct((batch, 8), x.dtype))
+    np.testing.assert_array_equal(exported.call(weights, x), loss(weights, x))
 
 
 def test_every_operation_keeps_its_line(given, monkeypatch):

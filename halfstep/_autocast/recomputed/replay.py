@@ -11,7 +11,7 @@ one line if they were inlined.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.extend import core, source_info_util
 from jax.interpreters import ad, batching, mlir
 
 from halfstep._base import ClosedJaxpr
-from halfstep._program import bind_again
+from halfstep._program import Jit, Remat, bind_again, structure_of
 
 Function = Callable[..., Sequence[Any]]
 
@@ -37,7 +37,8 @@ def differentiated_once(func: Function) -> Function:
     @functools.cache
     def traced(types: tuple[Any, ...]) -> _Program:
         function = jax.make_jaxpr(func)(*types)
-        return _Program(function, function.jaxpr.eqns, function.jaxpr.invars, _outputs(function))
+        jaxpr = function.jaxpr
+        return _Program(function, jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
 
     @functools.cache
     def pushing(types: tuple[Any, ...], moving: tuple[int, ...]) -> _Derivative:
@@ -76,10 +77,6 @@ def _types(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(map(jax.typeof, values))
 
 
-def _outputs(function: ClosedJaxpr) -> list[Any]:
-    return list(function.jaxpr.outvars)
-
-
 class _Program:
     """Operations of a traced function that run again, with their own lines and scopes."""
 
@@ -105,7 +102,7 @@ class _Program:
         self.constants = dict(zip(function.jaxpr.constvars, function.consts, strict=True))
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._outermost = source_info_util.new_name_stack().transform(by)
-        needed = set(_variables(outputs))
+        needed = _variables(outputs)
         live = []
         for equation in reversed(equations):
             if not needed.isdisjoint(equation.outvars):
@@ -117,7 +114,7 @@ class _Program:
         env = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
+            return atom.val if _is_literal(atom) else env[atom]
 
         for equation in self.equations:
             source = equation.source_info
@@ -133,8 +130,17 @@ class _Program:
         return list(map(read, self.outputs))
 
 
+def _is_literal(atom: object) -> bool:
+    return isinstance(atom, core.Literal)
+
+
 def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
+    return {atom for atom in atoms if not _is_literal(atom)}
+
+
+def _is_in(atom: Any, variables: Collection[Any]) -> bool:
+    """Return whether a variable is one of some variables; a literal, which has no hash, is not."""
+    return not _is_literal(atom) and atom in variables
 
 
 def _reached(equations: Sequence[core.JaxprEqn], start: Iterable[Any]) -> set[Any]:
@@ -146,38 +152,61 @@ def _reached(equations: Sequence[core.JaxprEqn], start: Iterable[Any]) -> set[An
     return found
 
 
+def _is_split(equation: core.JaxprEqn, moving: set[Any]) -> bool:
+    """Return whether all results of an operation are tangents, if one of them is.
+
+    The derivative of a call may be one call that returns values and tangents. Of other operations
+    that hold functions it is not known.
+    """
+    structure = structure_of(equation.primitive.name, equation.params)
+    if structure is None or moving.isdisjoint(equation.outvars):
+        return True
+    if not isinstance(structure, Jit | Remat):
+        return False
+    jaxpr = structure.function.jaxpr
+    pairs = zip(jaxpr.invars, equation.invars, strict=True)
+    inside = _reached(jaxpr.eqns, [inner for inner, given in pairs if _is_in(given, moving)])
+    return all(_is_in(out, inside) for out in jaxpr.outvars)
+
+
 class _Derivative:
     """A function's results and tangents, given its arguments and their tangents."""
 
     def __init__(self, function: ClosedJaxpr, arguments: int) -> None:
         jaxpr = function.jaxpr
-        primals, tangents = jaxpr.invars[:arguments], jaxpr.invars[arguments:]
-        moving = _reached(jaxpr.eqns, tangents)
+        self.inputs = jaxpr.invars[arguments:]
+        moving = _reached(jaxpr.eqns, self.inputs)
         half = len(jaxpr.outvars) // 2
-        results, self.tangents = jaxpr.outvars[:half], jaxpr.outvars[half:]
-        linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
+        results = jaxpr.outvars[:half]
+        self.tangents = [out if _is_in(out, moving) else None for out in jaxpr.outvars[half:]]
+        linear: list[core.JaxprEqn] = []
+        if all(_is_split(equation, moving) for equation in jaxpr.eqns):
+            linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
         made = {var for eqn in linear for var in eqn.outvars}
         pushed = dict.fromkeys(out for out in self.tangents if out in made)
-        self.linear = _Linear(function, linear, tangents, tuple(pushed))
+        self.linear = _Linear(function, linear, set(self.inputs), tuple(pushed))
+        # If the linear part is not known, all of the derivative is replayed, and JAX splits it.
+        others = [out for out in self.tangents if out is not None and not linear]
         self.forward = _Program(
             function,
-            [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)],
-            primals,
-            [*results, *self.linear.residuals],
+            [eqn for eqn in jaxpr.eqns if made.isdisjoint(eqn.outvars)],
+            jaxpr.invars,
+            [*results, *self.linear.residuals, *others],
             by="jvp",
         )
-        self.inputs = tangents
+        self.others = others
 
     def __call__(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        made = self.forward(primals)
-        count = len(made) - len(self.linear.residuals)
-        results, residuals = made[:count], made[count:]
-        known = dict(zip(self.inputs, tangents, strict=True))
+        made = iter(self.forward([*primals, *tangents]))
+        results = [next(made) for _ in self.tangents]
+        residuals = [next(made) for _ in self.linear.residuals]
+        known: dict[Any, Any] = dict(zip(self.inputs, tangents, strict=True))
         given = [known[slot.variable] for slot in self.linear.slots]
         pushed = _push.bind(*residuals, *given, function=self.linear) if given else ()
         known.update(zip(self.linear.program.outputs, pushed, strict=True))
+        known.update(zip(self.others, made, strict=True))
         return tuple(results), tuple(
-            known[out] if out in known else SymbolicZero(jax.typeof(result).to_tangent_aval())
+            SymbolicZero(jax.typeof(result).to_tangent_aval()) if out is None else known[out]
             for out, result in zip(self.tangents, results, strict=True)
         )
 
@@ -196,7 +225,7 @@ class _Linear:
         self,
         function: ClosedJaxpr,
         equations: Sequence[core.JaxprEqn],
-        tangents: Sequence[Any],
+        tangents: Collection[Any],
         outputs: Sequence[Any],
     ) -> None:
         self.program = _Program(function, equations, (), outputs, by="jvp")
@@ -207,7 +236,7 @@ class _Linear:
         self.slots: list[_Slot] = []
         replaced = []
         for equation in reversed(live):
-            slots = [_Slot(a) if a in tangents else a for a in equation.invars]
+            slots = [_Slot(a) if _is_in(a, tangents) else a for a in equation.invars]
             self.slots += [slot for slot in slots if isinstance(slot, _Slot)]
             replaced.append(equation.replace(invars=slots))
         self.program.equations = replaced[::-1]
@@ -219,7 +248,7 @@ class _Linear:
         ]
         self.program.inputs = (*self.residuals, *self.slots)
         self.avals = [out.aval for out in outputs]
-        self._transposed: dict[tuple[int, ...], tuple[_Program, list[int]]] = {}
+        self._transposed: dict[Hashable, tuple[_Program, list[int]]] = {}
 
     def transposed(
         self, wanted: tuple[int, ...], residuals: Sequence[Any], cotangents: Sequence[Any]
@@ -231,9 +260,10 @@ class _Linear:
             residuals: The values from the forward pass.
             cotangents: The cotangents.
         """
-        if wanted not in self._transposed:
-            self._transposed[wanted] = self._transpose(wanted, residuals, cotangents)
-        program, places = self._transposed[wanted]
+        key = (wanted, _types(residuals), _types(cotangents))
+        if key not in self._transposed:
+            self._transposed[key] = self._transpose(wanted, residuals, cotangents)
+        program, places = self._transposed[key]
         made: list[Any] = [None] * len(self.slots)
         for place, value in zip(places, program([*residuals, *cotangents]), strict=True):
             made[place] = value
@@ -254,22 +284,14 @@ class _Linear:
                 made = self.program([*residuals, *tangents])
                 return [made[place] for place in wanted]
 
-            return jax.linear_transpose(forward, *tangents)(cotangents)
+            return jax.linear_transpose(forward, *tangents)(list(cotangents))
 
         types = [slot.variable.aval for slot in self.slots]
-        function = jax.make_jaxpr(backward)(
-            [jax.typeof(value) for value in residuals],
-            [jax.typeof(value) for value in cotangents],
-            types,
-        )
+        function = jax.make_jaxpr(backward)(_types(residuals), _types(cotangents), types)
         jaxpr = function.jaxpr
         inputs = jaxpr.invars[: len(residuals) + len(cotangents)]
         made = [jaxpr.outvars[place] for place in places]
         return _Program(function, jaxpr.eqns, inputs, made, by="transpose"), places
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)
 
 
 _push = core.Primitive("halfstep_tangents")
