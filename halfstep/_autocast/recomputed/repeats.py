@@ -80,7 +80,7 @@ def _runs(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> list[tup
 
 def _symbol(plan: Plan, unit: Unit, signatures: Signatures) -> Hashable:
     if isinstance(unit, Island):
-        return signatures.number((unit.is_last, signatures.island(unit)))
+        return "island", unit.is_last, signatures.island(unit)
     node, decision = plan.graph.nodes[unit], plan.decisions[unit]
     # Effects have to stay where they are, and loops have their own functions.
     is_plain = decision.inner is None or isinstance(node.structure, CustomJvp)

@@ -27,6 +27,7 @@ class Signatures:
         # Operations are compared by small numbers: the parts of a signature are long.
         self._numbers: dict[Hashable, int] = {}
         self._of: dict[int, int] = {}
+        self._islands: dict[tuple[int, ...], int] = {}
 
     def operation(self, index: int) -> int:
         """Return a number that is equal for operations that differ only in their values."""
@@ -56,8 +57,13 @@ class Signatures:
             parts.append((self.operation(index), places, _key(node.source.name_stack[entered:])))
         return tuple(parts)
 
-    def island(self, island: Island) -> Hashable:
+    def island(self, island: Island) -> int:
         """Return a signature of an island."""
+        if island.nodes not in self._islands:
+            self._islands[island.nodes] = self.number(("island", self._island(island)))
+        return self._islands[island.nodes]
+
+    def _island(self, island: Island) -> Hashable:
         plan = self._plan
         numbers = {number: position for position, number in enumerate(island.inputs)}
         parts = self.function(island.nodes, numbers, shared_scopes(plan, island.nodes))
