@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 import halfstep
+from benchmarks import _traced
 from benchmarks._models import DESKTOP, GPT, Model, gpt, vit
 from benchmarks._report import parser, report, table, write
 from benchmarks._steps import OPTIMIZER, cast_inside, float32
@@ -57,6 +58,8 @@ class Plan:
     seeds: int
     traces: int
     rounds: int
+    programs: Callable[[], tuple[_traced.Program, ...]]
+    """Whose gradient is traced by `filter_value_and_grad`, and which are explained."""
 
 
 SMALL_VIT = vit(
@@ -88,6 +91,7 @@ FULL = Plan(
     seeds=3,
     traces=7,
     rounds=200,
+    programs=_traced.full,
 )
 TINY_VIT = vit("tiny ViT", image=8, patch=4, width=16, hidden=16, heads=2, blocks=1, classes=10)
 TINY_GPT = gpt("tiny GPT", vocabulary=16, tokens=8, width=16, layers=2, heads=2)
@@ -100,6 +104,7 @@ QUICK = Plan(
     seeds=1,
     traces=1,
     rounds=2,
+    programs=_traced.quick,
 )
 
 
@@ -107,14 +112,19 @@ QUICK = Plan(
 
 
 def trace_seconds(loss: Any, args: Sequence[Any]) -> tuple[float, float]:
-    """CPU time of tracing and of lowering a loss with its gradient, nothing of which is cached.
+    """CPU time of tracing and of lowering a loss with its gradient, nothing of which is cached."""
+    return stage_seconds(jax.value_and_grad(loss), args)
+
+
+def stage_seconds(func: Callable[..., Any], args: Sequence[Any]) -> tuple[float, float]:
+    """CPU time of tracing and of lowering a function, nothing of which is cached.
 
     It is of this thread, which does both, so that other work on the machine does not count.
     """
     jax.clear_caches()
     gc.collect()
     start = time.thread_time()
-    traced = jax.jit(jax.value_and_grad(loss)).trace(*args)
+    traced = jax.jit(func).trace(*args)
     middle = time.thread_time()
     traced.lower()
     return middle - start, time.thread_time() - middle
@@ -147,6 +157,61 @@ def trace_rows(plan: Plan) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+EXPLAIN = "explain"
+
+
+def program_seconds(program: _traced.Program, way: str) -> tuple[float, float]:
+    """CPU time of tracing and of lowering a program's gradient, or of explaining the program.
+
+    `explain` lowers nothing, and is compared with tracing the gradient by halfstep.
+    """
+    loss, args = program.make()
+    if way == EXPLAIN:
+        jax.clear_caches()
+        gc.collect()
+        start = time.thread_time()
+        halfstep.explain(loss, "bf16")(*args)
+        return time.thread_time() - start, 0.0
+    gradient = eqx.filter_value_and_grad(loss)
+    if way == ISLANDS:
+        gradient = halfstep.filter_value_and_grad(loss, halfstep.NoLossScaling(), policy="bf16")
+    arrays, static = eqx.partition(args, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def taken(arrays: Any) -> Any:
+        return eqx.filter(gradient(*eqx.combine(arrays, static)), eqx.is_array)
+
+    return stage_seconds(taken, (arrays,))
+
+
+def program_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One row for each program: its gradient by halfstep beside the bare one, and `explain`."""
+    rows = []
+    for program in plan.programs():
+        ways = {
+            way: functools.partial(program_seconds, program, way)
+            for way in (BARE, ISLANDS, EXPLAIN)
+        }
+        # The first run also imports and initializes.
+        found = {way: times[1:] for way, times in in_turns(ways, plan.traces + 1).items()}
+        whole = {way: [sum(pair) for pair in times] for way, times in found.items()}
+        traced = [trace for trace, _ in found[ISLANDS]]
+        rows.append(
+            {
+                "program": program.name,
+                "float32_seconds": round(statistics.median(whole[BARE]), 3),
+                "seconds": round(statistics.median(whole[ISLANDS]), 3),
+                "ratio": _ratio(whole[ISLANDS], whole[BARE]),
+                "explain_seconds": round(statistics.median(whole[EXPLAIN]), 3),
+                "explain_ratio": _ratio(whole[EXPLAIN], traced),
+            }
+        )
+    return rows
+
+
+def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(mine, others, strict=True)), 3)
 
 
 def deep_seconds(plan: Plan) -> float:
@@ -300,6 +365,7 @@ def measure(plan: Plan) -> dict[str, Any]:
             },
             "trace": trace_rows(plan),
             "deep_seconds": deep_seconds(plan),
+            "programs": program_rows(plan),
             "step": step_rows(plan),
             "gradient": gradient_rows(plan),
         },
@@ -324,9 +390,18 @@ def show(made: Mapping[str, Any]) -> str:
         "instructions": "instructions",
     }
     gradient = {"model": "model", "way": "loss", "errors": "errors", "ratio": "to by hand, at most"}
+    programs = {
+        "program": "program",
+        "float32_seconds": "float32 s",
+        "seconds": "bf16 s",
+        "ratio": "to float32",
+        "explain_seconds": "explain s",
+        "explain_ratio": "explain to tracing",
+    }
     return "\n\n".join(
         [
             table(made["trace"], trace),
+            table(made["programs"], programs),
             f"{made['deep']['name']} in a scan: {made['deep_seconds']} s",
             table(made["step"], step),
             table(made["gradient"], gradient),

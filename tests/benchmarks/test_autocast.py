@@ -18,6 +18,9 @@ def check(result: dict[str, Any], plan: autocast.Plan) -> None:
     assert [(row["layers"], row["way"]) for row in result["trace"]] == list(
         itertools.product(("scanned", "written out"), autocast.WAYS)
     )
+    assert [row["program"] for row in result["programs"]] == [
+        program.name for program in plan.programs()
+    ]
     ways = (autocast.HAND, autocast.PLAIN, autocast.ISLANDS)
     stepped = [model.name for model in plan.stepped]
     assert [(row["model"], row["way"]) for row in result["step"]] == list(
@@ -42,7 +45,7 @@ def test_results_are_complete():
 
 
 def test_an_incomplete_result_is_noticed():
-    for key in ("trace", "step", "gradient"):
+    for key in ("trace", "programs", "step", "gradient"):
         with pytest.raises(AssertionError):
             check({**RESULT, key: RESULT[key][:-1]}, autocast.FULL)
 
