@@ -78,6 +78,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "ecosystem": (Benchmark("ecosystem", ("--no-fault", "jax_dot_product_attention")),),
         "debug": (Benchmark("debug"), Benchmark("bisect", ("--steps", "5"))),
         "scale": (Benchmark("scale", plots=True),),
+        "costs": (Benchmark("costs"),),
         "training": (
             Benchmark("training", plots=True),
             Benchmark("loss_scaling", plots=True),

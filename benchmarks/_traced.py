@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,10 @@ def linen_gpt2(*, layers: int, width: int, heads: int, tokens: int, vocabulary: 
 
 def pallas_attention(*, tokens: int, heads: int) -> Program:
     """Attention by the Pallas kernel that comes with JAX, interpreted, because there is no GPU."""
-    from jax.experimental.pallas.ops.gpu import attention
+    with warnings.catch_warnings():
+        # JAX points to Tokamax instead. The module is still the kernel that everybody has.
+        warnings.filterwarnings("ignore", "jax.experimental.pallas.ops.gpu.attention is deprecated")
+        from jax.experimental.pallas.ops.gpu import attention
 
     blocks = attention.BlockSizes(
         **dict.fromkeys(

@@ -33,6 +33,7 @@ from benchmarks._plan_tables import batches_text, optimum_text, training_text
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
 from benchmarks._works_with import text as works_with_text
+from benchmarks.costs import text as costs_text
 from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.kernels import COLUMNS as KERNEL_COLUMNS, lines as kernel_lines
@@ -489,6 +490,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "overhead": overhead,
         "peers": peers_text,
         "plan": plan_text,
+        "costs": costs_text,
         "plan_batches": batches_text,
         "plan_optimum": optimum_text,
         "plan_training": training_text,

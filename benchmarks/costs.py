@@ -1,0 +1,364 @@
+"""Where halfstep was behind a goal or a peer: the figure when the goal was set, and today's.
+
+    python -m benchmarks.costs --json FILE
+
+Most figures are those of other benchmarks, each with its peer in the same run. This one compiles
+what no other does: the update of 7 billion parameters alone, for eight H100s that are not there.
+Nothing is run or timed here.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+# Before JAX is imported: steps are traced here and compiled elsewhere.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import halfstep
+from benchmarks._report import RESULTS, parser, report, table, write
+from benchmarks._scale_steps import Size, beside, model, placed, prepared
+from benchmarks.scale import LARGE, PACKAGES, TINY
+from halfstep import optim
+
+MODULE = "benchmarks.costs"
+BY_HAND, OURS, OURS_F16 = "by hand, bf16", "halfstep, bf16", "halfstep, f16"
+GIB, MIB = 2**30, 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One figure: what it was, what it is, and what it should be."""
+
+    what: str
+    before: str
+    now: float
+    goal: float
+    form: str = "{:.2f}"
+    at_least: bool = False
+    """Whether more is better."""
+    benchmark: str
+    limit: str = ""
+    """What limits it, if the goal is missed."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the goal is met, by the figures as they are shown."""
+        now, goal = (float(f"{value:.4g}") for value in (self.now, self.goal))
+        return now >= goal if self.at_least else now <= goal
+
+
+def update_alone(size: Size, target: str, devices: int) -> dict[str, Any]:
+    """What a compiler says of the update of all parameters, without the rest of a step."""
+    decoder = model(size, devices)
+    optimizer = optim.flash_adamw(1e-3)
+    shapes, state = prepared(optimizer.prepare, decoder.params)
+    params = placed(shapes, decoder.mesh)
+    (entry,) = halfstep.preflight(
+        lambda params, state, grads: optimizer.step(params, state, grads),
+        (params, beside(state, params), params),
+        targets=target,
+        donate_argnums=(0, 1),
+        gemm="library",
+        progress=False,
+    ).entries
+    return {
+        "parameters": size.count,
+        "target": target,
+        "peak_bytes": entry.peak_bytes,
+        "temporary_bytes": entry.memory["temporaries"],
+    }
+
+
+def of_overhead(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """The wrapper beside the step by hand."""
+    rows = {row["step"]: row for row in result["rows"]}
+    known = {"benchmark": "overhead"}
+    yield Cost(
+        what="step time on a CPU, to the step by hand without a gate",
+        before="0.97",
+        now=rows["halfstep"]["time_ratio"],
+        goal=1.01,
+        **known,
+    )
+    yield Cost(
+        what="instructions of a step, to one without a gate",
+        before="1.17",
+        now=rows["halfstep"]["instruction_ratio"],
+        goal=1.15,
+        limit="the loop that updates or skips holds the whole update, and XLA counts its carry.",
+        **known,
+    )
+
+
+def of_memory(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """Compiled bytes beside the step by hand, and the largest batch beside mpx."""
+    found = {
+        (row["model"], row["target"], row["gemm"], row["batch"], row["step"]): row
+        for row in result["rows"]
+    }
+    known = {"benchmark": "memory"}
+    small = ("desktop ViT", "h100", "library", 64)
+    remat = ("GPT, remat", "h100", "library", 8)
+    for case, before, limit in (
+        (
+            (small, "desktop ViT, batch 64"),
+            "2.29 (by hand 2.21)",
+            "norms and softmax are in float32 here and in bfloat16 by hand. From batch 128 on the "
+            "traffic is less than by hand, since less is stored.",
+        ),
+        (
+            (remat, "GPT with remat"),
+            "82.41 (by hand 80.29)",
+            "norms and softmax are in float32 here and in bfloat16 by hand, and each layer is "
+            "computed twice. The peak is lower than by hand.",
+        ),
+    ):
+        key, name = case
+        yield Cost(
+            what=f"GiB of traffic, {name}, `h100`; by hand is the goal",
+            before=before,
+            now=found[*key, OURS]["traffic_bytes"] / GIB,
+            goal=found[*key, BY_HAND]["traffic_bytes"] / GIB,
+            limit=limit,
+            **known,
+        )
+    v5e = ("desktop ViT", "v5e", None, 256)
+    yield Cost(
+        what="MiB at the peak, desktop ViT, batch 256, `v5e`; by hand is the goal",
+        before="819 (by hand 810)",
+        now=found[*v5e, OURS]["peak_bytes"] / MIB,
+        goal=found[*v5e, BY_HAND]["peak_bytes"] / MIB,
+        form="{:.0f}",
+        **known,
+    )
+    yield Cost(
+        what="GiB accessed there, by the compiler's count",
+        before="14.83 (by hand 14.06)",
+        now=found[*v5e, OURS]["accessed_bytes"] / GIB,
+        goal=found[*v5e, BY_HAND]["accessed_bytes"] / GIB,
+        **known,
+    )
+    v5p = ("ViT-Base", "v5p", None, 128)
+    yield Cost(
+        what="MiB at the peak, ViT-Base, batch 128, `v5p`; by hand is the goal",
+        before="8,216",
+        now=found[*v5p, OURS]["peak_bytes"] / MIB,
+        goal=found[*v5p, BY_HAND]["peak_bytes"] / MIB,
+        form="{:,.0f}",
+        **known,
+    )
+    for target, gemm, before, goal, limit in (
+        (
+            "h100",
+            "library",
+            "1.06",
+            1.02,
+            "gradients are in float32, as the optimizer takes them; the floor counts half of them.",
+        ),
+        (
+            "v5e",
+            None,
+            "1.20",
+            1.10,
+            "the same, and all layers' weights in 16 bits, which the float32 step does not need.",
+        ),
+    ):
+        row = found["GPT, remat", target, gemm, 8, OURS]
+        yield Cost(
+            what=f"peak of GPT with remat, to its 16-bit floor, `{target}`",
+            before=before,
+            now=row["peak_bytes"] / row["floor_bytes"],
+            goal=goal,
+            limit=limit,
+            **known,
+        )
+    largest = {row["step"]: row["batch"] for row in result["largest_batch"]}
+    for step, before in ((OURS_F16, "3,008"), (OURS, "2,432")):
+        yield Cost(
+            what=f"largest batch, desktop ViT, `rtx4070`, {step}; that of mpx is the goal",
+            before=f"{before} (mpx 3,168)",
+            now=largest[step],
+            goal=largest["mpx, f16"],
+            form="{:,.0f}",
+            at_least=True,
+            limit="at the same batch this step takes less memory than mpx's; where neither fits, "
+            "XLA recomputes more of mpx's program. [A plan](fit-into-memory.md) chooses what to "
+            "recompute.",
+            **known,
+        )
+
+
+def of_optimizers(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """Bytes per parameter, gradients included."""
+    name = "master(compress(optax.adamw))"
+    peaks = {
+        row["target"]: row["peak"]
+        for row in result["rows"]
+        if row["optimizer"] == name and row["target"] != "h100"
+    }
+    worst = max(peaks, key=lambda target: peaks[target])
+    yield Cost(
+        what=f"bytes per parameter at the peak of `{name}`, `{worst}`",
+        before="23 to 25",
+        now=peaks[worst],
+        goal=8,
+        benchmark="optimizers",
+        limit="Optax computes the update as float32 arrays of the parameters' size. "
+        "[Use `flash_adamw`](optimizers.md) where it is offered; `master` and `compress` are for "
+        "optimizers that have no flash form.",
+    )
+
+
+def of_startup(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """CPU time against `import jax`."""
+    rows = {row["what"]: row for row in result["rows"]}
+    names = [name for name in rows if name.startswith("halfstep ")]
+    slowest = max(names, key=lambda name: rows[name]["to_jax"])
+    yield Cost(
+        what=f"CPU time of `{slowest}`, the slowest command without work, to `import jax`",
+        before="1.5",
+        now=rows[slowest]["to_jax"],
+        goal=0.15,
+        benchmark="startup",
+    )
+    for name in ("import halfstep", "import halfstep; halfstep.autocast"):
+        yield Cost(
+            what=f"CPU time of `{name}`, to `import jax`",
+            before="1.8",
+            now=rows[name]["to_jax"],
+            goal=1.25,
+            benchmark="startup",
+        )
+
+
+def of_autocast(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """Tracing beside the bare function."""
+    rows = result["programs"]
+    before = {"written out": "1.48 to 1.58", "Linen": "2.05", "Pallas": "2.97"}
+    for row in rows:
+        name = row["program"]
+        known = [figure for key, figure in before.items() if key in name]
+        yield Cost(
+            what=f"CPU time to trace and lower a gradient, {name}, to the bare function",
+            before=known[0] if known else "not measured",
+            now=row["ratio"],
+            goal=1.25,
+            benchmark="autocast",
+            limit="every operation is decided on and traced once more than in the bare function. "
+            "Layers that are equal are differentiated once; a scan has only one.",
+        )
+    slowest = max(rows, key=lambda row: row["explain_ratio"])
+    yield Cost(
+        what=f"CPU time of `explain`, {slowest['program']}, to tracing with autocast",
+        before="three times",
+        now=slowest["explain_ratio"],
+        goal=1.3,
+        benchmark="autocast",
+        limit="what is stored for the backward pass is looked up in a second derivative, that of "
+        "the function as it is written.",
+    )
+
+
+def of_debug(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """Searches for the first value that is not finite, and recording."""
+    slowest = max(result["searches"], key=lambda row: row["ratio"])
+    yield Cost(
+        what=f"time of `debug.first_nonfinite` until its answer, {slowest['program']}, to "
+        "compiling and running the step once",
+        before="10 to 18",
+        now=slowest["ratio"],
+        goal=3,
+        benchmark="debug",
+    )
+    for name, before in (("ViT", "1.12"), ("GPT", "1.14")):
+        row = next(r for r in result["costs"] if (r["model"], r["sites"]) == (name, "scopes"))
+        yield Cost(
+            what=f"step time with recording between lines, {name}, to the bare step on a CPU",
+            before=before,
+            now=row["time_ratio"],
+            goal=1.05,
+            benchmark="debug",
+            limit="each recorded value is read once more, by a reduction of its own; XLA:CPU does "
+            "not fuse it with what makes the value.",
+        )
+
+
+def of_costs(result: Mapping[str, Any]) -> Iterator[Cost]:
+    """What is compiled here."""
+    found = result["update"]
+    yield Cost(
+        what=f"GiB of temporaries, `flash_adamw` of 7 B parameters, `{found['target']}`",
+        before="8.7",
+        now=found["temporary_bytes"] / GIB,
+        goal=0,
+        benchmark="costs",
+        limit="copies of the scales of one weight, for both moments; parameters are not copied.",
+    )
+
+
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Cost]]] = {
+    "autocast": of_autocast,
+    "debug": of_debug,
+    "overhead": of_overhead,
+    "memory": of_memory,
+    "optimizers": of_optimizers,
+    "startup": of_startup,
+}
+
+
+def costs(result: Mapping[str, Any]) -> list[Cost]:
+    """All figures: those of the other benchmarks are read from their results."""
+    made = []
+    for name, read in READERS.items():
+        made += read(json.loads((RESULTS / f"{name}.json").read_text()))
+    return [*made, *of_costs(result)]
+
+
+COLUMNS = {
+    "what": "what",
+    "before": "before",
+    "now": "now",
+    "goal": "goal",
+    "met": "met",
+    "by": "`python -m benchmarks`",
+}
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The table, and what limits the figures that miss their goals."""
+    found = costs(result)
+    rows = [
+        {
+            "what": one.what,
+            "before": one.before,
+            "now": one.form.format(one.now),
+            "goal": f"{'at least ' if one.at_least else ''}{one.form.format(one.goal)}",
+            "met": "yes" if one.is_met else "**no**",
+            "by": f"`{one.benchmark}`",
+        }
+        for one in found
+    ]
+    missed = [f"- **{one.what}**: {one.limit}" for one in found if not one.is_met]
+    said = f"{len(found) - len(missed)} of {len(found)} goals are met."
+    limits = "\n".join(dict.fromkeys(missed))
+    return f"{table(rows, COLUMNS)}\n\n{said}" + (
+        f" What limits the rest:\n\n{limits}" * bool(missed)
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compile the update, and print all figures."""
+    options = parser(MODULE, __doc__ or "")
+    options.add_argument("--quick", action="store_true", help="a tiny model on two devices")
+    given = options.parse_args(argv)
+    size = (TINY, "h100:2", 2) if given.quick else (LARGE, "h100:8", 8)
+    made = report(MODULE, {"update": update_alone(*size)}, packages=PACKAGES)
+    write(made, given.json)
+    if given.json != "-":
+        print(text(made))
+
+
+if __name__ == "__main__":
+    main()
