@@ -61,12 +61,19 @@ def saturated(
         factor: The format of the elements, and how to round to it.
         key: The source of randomness, if the rounding is stochastic.
     """
-    limit = jnp.asarray(factor.max, value.dtype)
-    inside = jnp.clip(value, -limit, limit)
     if factor.element != "e2m1":
         # Large values saturate, but an infinity is an error that a verdict must see. It becomes NaN
         # and not the largest element.
-        inside = jnp.where(jnp.isinf(value), jnp.asarray(jnp.nan, value.dtype), inside)
+        value = jnp.where(jnp.isinf(value), jnp.asarray(jnp.nan, value.dtype), value)
+    return _rounded(value, factor, key=key)
+
+
+def _rounded(
+    value: Float[Array, "..."], factor: Factor, *, key: Key[Array, ""] | None
+) -> Shaped[Array, "..."]:
+    """Round values to a factor's elements: infinities become the largest one."""
+    limit = jnp.asarray(factor.max, value.dtype)
+    inside = jnp.clip(value, -limit, limit)
     if factor.rounding == "nearest":
         return inside.astype(factor.dtype)
     if key is None:
@@ -126,12 +133,12 @@ def write_blocks(
         key: For stochastic rounding.
     """
     size = factor.size
-    value = value.astype(jnp.float32)
     batch, rows, length = value.shape
     blocks = math.ceil(length / size)
     value = jnp.pad(value, ((0, 0), (0, 0), (0, blocks * size - length)))
     value = value.reshape(batch, rows, blocks, size)
-    amax = jnp.max(jnp.abs(value), axis=-1)
+    # Largest magnitudes are exact in every dtype: XLA need not write the rows in float32.
+    amax = jnp.max(jnp.abs(value), axis=-1).astype(jnp.float32)
     if factor.per == "tile":
         groups = math.ceil(rows / size)
         filled = jnp.pad(amax, ((0, 0), (0, groups * size - rows), (0, 0)))
@@ -145,8 +152,9 @@ def write_blocks(
         up = power_of_two(amax, factor.max)
         # A power of two needs only its exponent.
         scale, outer = inverse(up).astype(jnp.float8_e8m0fnu), jnp.float32(1)
-    elements = saturated(value * scale_of_rows(up, rows, factor)[..., None], factor, key=key)
-    return Blocks(elements, scale, outer)
+    # A block with an infinity has a scale that is NaN, so that its elements need not say so.
+    scaled = value.astype(jnp.float32) * scale_of_rows(up, rows, factor)[..., None]
+    return Blocks(_rounded(scaled, factor, key=key), scale, outer)
 
 
 def _two_levels(
@@ -193,13 +201,25 @@ def rotated(
     change.
     """
     whole = value.shape[-1] // size * size
-    matrix = np.ones((1, 1), np.float32)
-    while matrix.shape[0] < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = jax.random.rademacher(key, (size, 1), jnp.float32)
-    turned = (signs * (matrix / math.sqrt(size))).astype(value.dtype)
-    turned = turned.T if back else turned
+    signs = jax.random.rademacher(key, (1,) * value.ndim + (size,), jnp.float32)
     blocks = value[..., :whole].reshape(*value.shape[:-1], whole // size, size)
-    made = jnp.einsum("brke,ef->brkf", blocks, turned, preferred_element_type=jnp.float32)
-    made = made.astype(value.dtype).reshape(*value.shape[:-1], whole)
+    blocks = blocks.astype(jnp.float32)
+    # The matrix is symmetric, so that it undoes itself once the signs are on the other side.
+    made = _hadamard(blocks) * signs if back else _hadamard(blocks * signs)
+    made = (made / math.sqrt(size)).astype(value.dtype).reshape(*value.shape[:-1], whole)
     return jnp.concatenate([made, value[..., whole:]], axis=-1)
+
+
+def _hadamard(value: Float32[Array, "... n"]) -> Float32[Array, "... n"]:
+    """Multiply rows by the Hadamard matrix, whose size is a power of two, by sums and differences.
+
+    These are elementwise, and become a part of the kernel that encodes. A product with the matrix
+    would be a kernel of its own with 16 columns, for which XLA's compiler for GPUs has no tiles.
+    """
+    size, half = value.shape[-1], 1
+    while half < size:
+        pairs = value.reshape(*value.shape[:-1], size // (2 * half), 2, half)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        value = jnp.stack([first + second, first - second], axis=-2).reshape(value.shape)
+        half *= 2
+    return value

@@ -227,8 +227,8 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def compiled(target: str, policy: str, **settings: Any) -> halfstep.PreflightReport:
-    def step(params: Any, x: Any) -> Any:
-        grads = halfstep.filter_grad(loss, policy=policy)(params, x)[2]
+    def step(params: Any, x: Any, state: Any) -> Any:
+        grads = halfstep.filter_grad(loss, state, policy=policy)(params, x)[-1]
         return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
 
     params = {
@@ -236,7 +236,12 @@ def compiled(target: str, policy: str, **settings: Any) -> halfstep.PreflightRep
         "down": jax.ShapeDtypeStruct((512, 256), jnp.float32),
     }
     x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
-    return halfstep.preflight(step, (params, x), targets=target, donate_argnums=0, **settings)
+    recipe, state = halfstep.RECIPES.get(policy), None
+    if recipe is not None and recipe.needs_state:
+        made = recipe.init(loss, params, x, key=jax.random.key(0), calibrate=False)
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
+    args = (params, x, state)
+    return halfstep.preflight(step, args, targets=target, donate_argnums=0, **settings)
 
 
 TARGETS = [
@@ -260,6 +265,20 @@ def test_all_products_of_a_dense_model(target: str, platform: str):
     lines = {product.source for product in report[target].products or ()}
     assert len(lines) == 2
     assert all(line.startswith("test_f8.py:") for line in lines)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_four_bits_are_multiplied_with_their_scales_on_a_b200():
+    """A product by which rows are rotated would be one for which XLA has no tiles."""
+    need("cuda")
+    report = compiled("b200", "nvfp4")
+    report.check(f8=1.0)
+    found = report["b200"].f8
+    assert found is not None
+    assert (found.count, found.total) == (5, 5)
+    assert {product.lhs.partition("[")[0] for product in report["b200"].products or ()} == {
+        "float4_e2m1fn"
+    }
 
 
 @pytest.mark.usefixtures("own_cache")
