@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Generator
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 from jax.interpreters import mlir
@@ -77,6 +78,15 @@ def capability_of(ctx: mlir.LoweringRuleContext) -> Capability | None:
     if devices:
         return _parsed(devices[0])
     return _parsed(jax.devices()[0]) if jax.default_backend() == "gpu" else None
+
+
+def is_divided(ctx: mlir.LoweringRuleContext) -> bool:
+    """Return whether the compiler divides this program, so that shapes span all devices."""
+    # JAX has two kinds of context: of a program that the compiler divides, and of `shard_map`.
+    context: Any = ctx.module_context.axis_context
+    if hasattr(context, "num_devices"):
+        return context.num_devices > 1
+    return set(context.manual_axes) != set(context.mesh.axis_names)
 
 
 def _parsed(device: object) -> Capability | None:

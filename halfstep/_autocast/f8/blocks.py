@@ -6,6 +6,9 @@ that multiply elements of 8 or 4 bits together with the scales of their blocks. 
 an operation of its own, `jax.lax.scaled_dot`. Other GPUs compute it too: their kernels read the
 elements and scales from memory, and multiply in 16 bits.
 
+Blocks of 128 elements in 8 bits are large enough to be scaled between two products. On Hopper, a
+kernel does so (`block_product`). On Blackwell such a block is four blocks of 32 with equal scales.
+
 Everywhere else the factors are decoded to the compute dtype and multiplied, which is the same
 product: an element has at most 4 significant bits, a scale too, and the compute dtype holds their
 product exactly.
@@ -22,11 +25,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from halfstep._policy import Factor
+from halfstep.kernels import block_product
+from halfstep.kernels._target import capability_of, is_divided
 from halfstep.quant._scaled import Blocks, decoded, scale_of_rows
 
 # `[batch, row, element]` of both factors: rows are multiplied with rows.
 _DIMENSIONS = (((2,), (2,)), ((0,), (0,)))
 _MICROSCALED, _TWO_LEVEL = 32, 16
+# The first number of the compute capability of data-center Blackwell.
+_BLACKWELL = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +51,12 @@ def has_units(first: Factor | None, second: Factor | None) -> bool:
     """Return whether some hardware multiplies two factors with their scales.
 
     These are the formats of the OCP's microscaling, whose blocks have 32 elements and scales that
-    are powers of two, and NVIDIA's 4 bits, whose blocks have 16 elements and scales in e4m3.
+    are powers of two, NVIDIA's 4 bits, whose blocks have 16 elements and scales in e4m3, and
+    elements of 8 bits in blocks of 128, as DeepSeek-V3 has them. Both factors have the same blocks.
     """
-    return all(factor is not None and _is_known(factor) for factor in (first, second))
+    if first is None or second is None or first.size != second.size:
+        return False
+    return _is_known(first) and _is_known(second)
 
 
 def _is_known(factor: Factor) -> bool:
@@ -55,7 +65,9 @@ def _is_known(factor: Factor) -> bool:
     if factor.element == "e2m1" and jax.__version_info__ < (0, 12):
         # XLA's compiler for GPUs fails on 4 bits with scales that are powers of two.
         return False
-    return factor.size == _MICROSCALED
+    return factor.size == _MICROSCALED or (
+        factor.size == block_product.BLOCK and factor.element != "e2m1"
+    )
 
 
 def multiply(
@@ -113,6 +125,9 @@ def _read(elements: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 def _scaled(
     first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
 ) -> jax.Array:
+    if _size(first, of_first) == block_product.BLOCK:
+        times = block_product.BLOCK // _MICROSCALED
+        of_first, of_second = (jnp.repeat(scale, times, axis=-1) for scale in (of_first, of_second))
     # The operation accumulates in float32, and returns this or bfloat16.
     out = form.out if form.out == jnp.bfloat16 else np.dtype(np.float32)
     with jax.named_scope(form.native):
@@ -125,6 +140,18 @@ def _scaled(
             preferred_element_type=out,
         )
     return made.astype(form.out)
+
+
+def _by_kernel(
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
+) -> jax.Array:
+    with jax.named_scope(form.native):
+        return block_product.product(first, of_first, second, of_second, out=form.out)
+
+
+def _size(elements: jax.Array | ShapedArray, scale: jax.Array | ShapedArray) -> int:
+    """Return how many elements share a scale."""
+    return elements.shape[-1] // scale.shape[-1]
 
 
 def _abstract(
@@ -152,12 +179,23 @@ def _batch(values: Any, axes: Any, *, form: _Form) -> Any:
 
 _lower_decoded = mlir.lower_fun(_decoded, multiple_results=False)
 _lower_scaled = mlir.lower_fun(_scaled, multiple_results=False)
+_lower_kernel = mlir.lower_fun(_by_kernel, multiple_results=False)
 
 
 def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *values: Any, form: _Form) -> Any:
     # XLA's partitioner cannot divide a scaled operation over several devices.
     devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-    lower = _lower_scaled if devices == 1 else _lower_decoded
+    avals: Any = ctx.avals_in
+    if _size(*avals[:2]) != block_product.BLOCK:
+        lower = _lower_scaled if devices == 1 else _lower_decoded
+        return lower(ctx, *values, form=form)
+    # It cannot divide a kernel either. Inside `shard_map` there is nothing to divide.
+    capability = capability_of(ctx)
+    lower = _lower_decoded
+    if capability is not None and capability[0] == _BLACKWELL and devices == 1:
+        lower = _lower_scaled
+    elif block_product.refusal(avals, capability) is None and not is_divided(ctx):
+        lower = _lower_kernel
     return lower(ctx, *values, form=form)
 
 

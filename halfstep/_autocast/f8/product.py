@@ -334,7 +334,9 @@ class RecipeProduct:
             self.gradients[place],
         )
         if made is not None:
-            return as_laid_out(made, axes), seen
+            # A transpose that becomes part of a product of decoded factors gives it its name.
+            with _marked(direct=False):
+                return as_laid_out(made, axes), seen
         direct = self._is_direct([arrived, other])
         given = self._entering(arrived, factor, roles, self.out_shape, direct=direct)
         against = self._entering(

@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from halfstep._base import ClosedJaxpr
-from halfstep.kernels._target import capability_of
+from halfstep.kernels._target import capability_of, is_divided
 from halfstep.kernels.flash_update import _block, _cpu, _gpu, _tpu, _xla_gpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
@@ -205,7 +205,7 @@ def _lowered(
     if chosen is None:
         form = _by_xla(platform, ctx, implementation)
         run = partial(_compiled, present=present, spec=spec, form=form)
-    elif not _is_divided(ctx):
+    elif not is_divided(ctx):
         run = partial(_kernel, present=present, spec=spec, kind=chosen)
     elif divided is not None and _is_divided_here(ctx, platform):
         # The update is traced again, with the chosen kernel: the lowering of the divided program
@@ -252,18 +252,9 @@ def _by_xla(
     if platform == "gpu":
         return "gpu"
     # The form for CPUs reads single elements, which in a divided program lie on other devices.
-    if platform == "cpu" and implementation is None and not _is_divided(ctx):
+    if platform == "cpu" and implementation is None and not is_divided(ctx):
         return "cpu"
     return "plain"
-
-
-def _is_divided(ctx: mlir.LoweringRuleContext) -> bool:
-    """Return whether the compiler divides this program, so that shapes span all devices."""
-    # JAX has two kinds of context: of a program that the compiler divides, and of `shard_map`.
-    context: Any = ctx.module_context.axis_context
-    if hasattr(context, "num_devices"):
-        return context.num_devices > 1
-    return set(context.manual_axes) != set(context.mesh.axis_names)
 
 
 def _is_divided_here(ctx: mlir.LoweringRuleContext, platform: str | None) -> bool:
