@@ -15,6 +15,7 @@ from halfstep._autocast.f8 import blocks
 from halfstep._preflight import ACCELERATORS, Product
 from halfstep._preflight.hlo.analysis import analyze
 from halfstep._preflight.hlo.products import f8_count
+from halfstep.kernels import block_product
 from tests.preflight._compilers import need, own_cache as own_cache
 from tests.preflight._entries import entry
 from tests.preflight._programs import fixture, program
@@ -298,6 +299,50 @@ def test_blocks_are_multiplied_with_their_scales_on_a_b200(monkeypatch: pytest.M
     monkeypatch.setattr(blocks, "has_units", lambda *_: False)
     with pytest.raises(halfstep.LintError, match="multiplies in bfloat16"):
         compiled("b200", "mxfp8").check(f8=1.0)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the kernel takes JAX 0.12")
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_of_128_are_multiplied_in_8_bits_on_an_h100(monkeypatch: pytest.MonkeyPatch):
+    need("cuda")
+    report = compiled("h100", "f8-block")
+    report.check(f8=1.0)
+    found = report["h100"].f8
+    assert found is not None
+    assert (found.count, found.total) == (5, 5)
+    products = report["h100"].products or ()
+    lines = {product.source for product in products}
+    assert len(lines) == 2
+    assert all(line.startswith("test_f8.py:") for line in lines)
+    assert report["h100"].contraction_flops() == {"float8_e4m3fn": 5 * 2 * 1024 * 256 * 512}
+    assert report["h100"].notes == ()
+    # The instruction of every kernel multiplies e4m3: nothing is converted before it.
+    kernels = [line for line in report["h100"].hlo.splitlines() if "mosaic_gpu" in line]
+    assert len(kernels) == 5
+    for kernel in kernels:
+        assert set(re.findall(r"wgmma\.mma_async[\w.]+", kernel)) == {
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+        }
+    # Decoded factors are multiplied in 16 bits.
+    monkeypatch.setattr(block_product, "refusal", lambda *_: "is away for this test")
+    with pytest.raises(halfstep.LintError, match="multiplies in bfloat16") as caught:
+        compiled("h100", "f8-block").check(f8=1.0)
+    assert str(caught.value).count("test_f8.py:") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_of_128_elsewhere():
+    need("cuda")
+    # Blackwell has units for blocks of 32, and XLA an operation for them.
+    report = compiled("b200", "f8-block")
+    report.check(f8=1.0)
+    assert report["b200"].f8 is not None
+    assert (report["b200"].f8.count, report["b200"].f8.total) == (5, 5)
+    for target in ("l4", "a100-80gb"):
+        (entry,) = compiled(target, "f8-block").entries
+        assert {product.lhs.partition("[")[0] for product in entry.products or ()} == {"bfloat16"}
+        assert all("halfstep_rounded" in product.name for product in entry.products or ())
 
 
 @pytest.mark.slow

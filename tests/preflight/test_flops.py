@@ -10,6 +10,7 @@ from jax import lax
 
 from halfstep._preflight.hlo.analysis import Contraction, analyze
 from halfstep._preflight.hlo.contraction_flops import _valid_positions
+from halfstep.kernels import block_product
 from tests.preflight._programs import compiled, count, fixture
 
 F32 = ("float32", "float32", "float32")
@@ -208,6 +209,20 @@ def test_library_block_scaled_dot():
         'custom_call_target="__cudnn$blockScaledDot"'
     )
     assert only(analysis) == Contraction("float8_e4m3fn", "float8_e4m3fn", "float32", 2560, 1)
+
+
+def test_kernel_for_blocks_of_128():
+    call = (
+        shapes(a="f8e4m3fn[2,4,256]", s="f32[2,2,128]", b="f8e4m3fn[2,5,256]", t="f32[2,2,128]")
+        + "\nROOT %c = f32[2,4,5] custom-call(%a, %s, %b, %t), "
+        'custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/NAME/mpmd_map"}'
+    )
+    analysis = count(call.replace("NAME", block_product.NAME))
+    assert only(analysis) == Contraction("float8_e4m3fn", "float8_e4m3fn", "float32", 20480, 1)
+    assert analysis.uncounted == ()
+    # Nothing is known of other kernels.
+    assert count(call).uncounted == (("mosaic_gpu_v2", 1),)
+    assert count(call).flops == 0
 
 
 def test_what_may_compute_is_named_and_what_does_not_is_not():

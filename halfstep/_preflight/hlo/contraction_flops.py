@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfstep._preflight.hlo.parser import Array, Computation, Instruction
+from halfstep.kernels import block_product
 
 _GEMMS = frozenset(("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"))
 _LABELS = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)")
@@ -151,6 +152,11 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
     if target == "__cudnn$blockScaledDot":
         # The operands are always (batch, m, k) and (batch, n, k), followed by the scales.
         lhs, rhs = _arrays(computation, instruction)[:2]
+        out = instruction.results[0]
+        return Contracted(lhs, rhs, out, 2 * out.size * lhs.dims[-1])
+    if target.startswith("mosaic_gpu") and block_product.NAME in instruction.text("metadata", ""):
+        # The factors are (batch, m, k) and (batch, n, k) again, each followed by its scales.
+        lhs, _, rhs = _arrays(computation, instruction)[:3]
         out = instruction.results[0]
         return Contracted(lhs, rhs, out, 2 * out.size * lhs.dims[-1])
     if target.startswith("__cudnn$conv"):
