@@ -16,6 +16,7 @@ from typing import NamedTuple
 import halfstep
 from benchmarks._page import update_all
 from benchmarks._report import table
+from halfstep._autocast import generations
 from halfstep._preflight import ACCELERATORS, Accelerator
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,13 +34,21 @@ def products(format_: str, accelerator: Accelerator) -> str:
 
 
 def recipe_products(recipe: halfstep.Recipe, accelerator: Accelerator) -> str:
-    """The same for the products of a recipe.
+    """The same for the matrix products of a recipe.
 
-    Scales of blocks cannot be taken out of a sum: such factors are rounded, and multiplied in 16
-    bits.
+    Scales of blocks cannot be taken out of a sum: without units or a kernel for them, factors are
+    multiplied in 16 bits.
     """
-    blocked = any(factor.is_blocked for leg in recipe.legs for factor in leg)
-    return "native" if "float8" in accelerator.peak_flops and not blocked else "emulated"
+    native = "float8" in accelerator.peak_flops
+    if any(factor.is_blocked for leg in recipe.legs for factor in leg):
+        native = generation(accelerator) in generations(*recipe.forward)
+    return "native" if native else "emulated"
+
+
+def generation(accelerator: Accelerator) -> str:
+    """The name of a GPU's generation, if it has one for the multiplication of blocks."""
+    major = (accelerator.capability or (0, 0))[0]
+    return "Blackwell" if accelerator.has_block_units else {9: "Hopper"}.get(major, "")
 
 
 def hardware() -> str:

@@ -13,6 +13,7 @@ from halfstep._autocast import (
     Kind,
     RecipeProduct,
     Rule,
+    generations,
 )
 from halfstep._explain.entries import name_of
 from halfstep._explain.places import PlanPlace
@@ -164,7 +165,9 @@ def _written_as(site: RecipeProduct, compute: str) -> str:
             f"{name} gradient {found}" for name, found in gradients.items() if found != parts[0]
         ]
     if not multiplies(site):
-        parts.append(f"multiplied in {compute}")
+        native = generations(*recipe.forward) if site.contraction is jax.lax.dot_general_p else ()
+        but = f" except on {' and '.join(native)}" if native else ""
+        parts.append(f"multiplied in {compute}{but}")
     parts.append(" x ".join(dict.fromkeys(_scales(factor) for factor in recipe.forward)))
     return f"{recipe.name}: {', '.join(parts)}"
 

@@ -312,7 +312,8 @@ def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
     if "multiplied in" in why:
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
-            "multiplied in low precision."
+            "multiplied in low precision on every GPU that can; `halfstep.preflight` says which "
+            "products a target multiplies so."
         )
     if "precision=" in why:
         return "leave `precision=` out."

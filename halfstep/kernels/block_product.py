@@ -30,7 +30,8 @@ BLOCK = 128
 """The elements that share a scale, and the rows and columns of a tile of the result."""
 NAME = "halfstep_block_product"
 """The kernel's name in a compiled program."""
-_JAX = (0, 12)
+JAX = (0, 12)
+"""The oldest JAX that compiles the kernel."""
 _HOPPER = 9
 _WARPGROUPS = 2
 _ROWS = BLOCK // _WARPGROUPS
@@ -53,7 +54,7 @@ def refusal(operands: Sequence[ShapedArray], capability: Capability | None) -> s
         operands: The elements and scales of the first factor, then of the second.
         capability: The compute capability of the GPU; `None` if it is not known.
     """
-    if jax.__version_info__ < _JAX:
+    if jax.__version_info__ < JAX:
         return f"takes JAX 0.12 or later; got {jax.__version__}"
     if capability is None or capability[0] != _HOPPER:
         number = ".".join(map(str, capability)) if capability else None
@@ -116,7 +117,7 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu
 
-    # Its classes have abstract methods that are never called, which Pyright refuses to instantiate.
+    # Pyright takes some of its classes for abstract ones.
     plgpu: Any = mosaic_gpu
     (batch, rows, length), columns = first.shape, second.shape[1]
     tiles = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)

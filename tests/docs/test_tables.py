@@ -66,12 +66,15 @@ def test_native_is_what_has_units_for_it():
     found = {line[0]: dict(zip(heading, line, strict=True)) for line in lines}
     assert len(found) == len(ACCELERATORS) + 1
     fp8 = next(name for name in heading if "`f8`" in name)
-    blocks = next(name for name in heading if "`mxfp8`" in name)
+    small = next(name for name in heading if "`mxfp8`" in name)
+    large = next(name for name in heading if "`f8-block`" in name)
     assert found[ACCELERATORS["h100"].description][fp8] == "native"
     assert found[ACCELERATORS["a100-40gb"].description][fp8] == "emulated"
     assert found[ACCELERATORS["v5e"].description]["`bf16`"] == "native"
     assert found[ACCELERATORS["v5e"].description]["`f16`"] == "emulated"
-    assert {line[blocks] for line in found.values()} == {"emulated"}
+    native = {name: found[ACCELERATORS[name].description] for name in ("h100", "b200", "l4")}
+    assert [line[small] for line in native.values()] == ["emulated", "native", "emulated"]
+    assert [line[large] for line in native.values()] == ["native", "native", "emulated"]
     named = [name for text in heading for name in text.replace("`", "").split(", ")]
     assert set(halfstep.RECIPES) <= set(named)
 

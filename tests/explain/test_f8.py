@@ -239,6 +239,30 @@ def product(w: Any, x: Any) -> Any:
     return jnp.mean(x @ w)
 
 
+W = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the kernel takes JAX 0.12")
+def test_where_blocks_are_multiplied_is_said():
+    native = {"f8-block": "Hopper and Blackwell", "mxfp8": "Blackwell"}
+    for recipe, generations in native.items():
+        (why,) = {
+            entry.reason
+            for entry in halfstep.explain(product, recipe)(W, W).operations
+            if entry.is_contraction
+        }
+        assert f"multiplied in bf16 except on {generations}, per 1x" in why
+    # A product of experts is decoded everywhere.
+    sizes = jnp.array([64, 64])
+    made = halfstep.explain(lambda w, x: jax.lax.ragged_dot(x, w, sizes).sum(), "mxfp8")
+    (why,) = {
+        entry.reason
+        for entry in made(jnp.ones((2, 128, 128)), W).operations
+        if entry.is_contraction
+    }
+    assert "multiplied in bf16, per 1x32" in why
+
+
 def test_legs_that_are_not_quantized_are_named():
     made = halfstep.explain(dense, "f8-row-gw")(PARAMS, X)
     (why,) = {entry.reason for entry in made.operations if entry.is_contraction}

@@ -32,8 +32,7 @@ from halfstep.quant._scaled import Blocks, decoded, scale_of_rows
 # `[batch, row, element]` of both factors: rows are multiplied with rows.
 _DIMENSIONS = (((2,), (2,)), ((0,), (0,)))
 _MICROSCALED, _TWO_LEVEL = 32, 16
-# The first number of the compute capability of data-center Blackwell.
-_BLACKWELL = 10
+_BLACKWELL = (10, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +67,14 @@ def _is_known(factor: Factor) -> bool:
     return factor.size == _MICROSCALED or (
         factor.size == block_product.BLOCK and factor.element != "e2m1"
     )
+
+
+def generations(first: Factor, second: Factor) -> tuple[str, ...]:
+    """Return the GPUs that multiply two factors with their scales, without decoding them."""
+    if not has_units(first, second):
+        return ()
+    by_kernel = first.size == block_product.BLOCK and jax.__version_info__ >= block_product.JAX
+    return ("Hopper", "Blackwell") if by_kernel else ("Blackwell",)
 
 
 def multiply(
@@ -192,7 +199,7 @@ def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *values: Any, form: _Form) -> A
     # It cannot divide a kernel either. Inside `shard_map` there is nothing to divide.
     capability = capability_of(ctx)
     lower = _lower_decoded
-    if capability is not None and capability[0] == _BLACKWELL and devices == 1:
+    if capability is not None and capability >= _BLACKWELL and devices == 1:
         lower = _lower_scaled
     elif block_product.refusal(avals, capability) is None and not is_divided(ctx):
         lower = _lower_kernel

@@ -205,7 +205,8 @@ def _fix(entry: PreflightEntry, missed: Sequence[Product]) -> str:
     if all(ROUNDED in product.name for product in missed):
         return (
             "scales of whole tensors (recipe 'f8'), or of rows in matrix products ('f8-row'), are "
-            "multiplied in 8 bits; leave such products out with a rule, or ask for less."
+            "multiplied in 8 bits, and on one Hopper or Blackwell GPU also those of blocks of 128 "
+            "('f8-block'); leave such products out with a rule, or ask for less."
         )
     other = "gemm='library'" if entry.gemm == "triton" else "gemm='triton'"
     way = f"try {other}, which makes products in another way; or " if entry.gemm else ""
