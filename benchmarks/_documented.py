@@ -209,7 +209,8 @@ EXPERIENCE: tuple[Row, ...] = (
     _row(
         "Kernels of its own",
         Said(
-            "optimizers: Mosaic, compiled and never run on a device; products: XLA's",
+            "optimizers: Mosaic, compiled and never run on a device; products: XLA's, and Mosaic "
+            "for one recipe",
             "support.md#optimizers-and-hardware",
         ),
         Said("Triton and CUDA kernels that quantize; products by cuBLAS", TRAINING),
