@@ -134,8 +134,9 @@ def _kernel(
         *factors, result = refs
         group = jax.lax.axis_index("warpgroup")
         place = jax.lax.axis_index("tile")
-        of_batch = jax.lax.div(place, math.prod(tiles))
-        row, column = plgpu.planar_snake(jax.lax.rem(place, math.prod(tiles)), tiles, 0, _SNAKE)
+        each = jnp.int32(math.prod(tiles))
+        of_batch = jax.lax.div(place, each)
+        row, column = plgpu.planar_snake(jax.lax.rem(place, each), tiles, 0, _SNAKE)
         mine = pl.ds(group * _ROWS, _ROWS)
 
         def computing(run: Any) -> None:

@@ -113,6 +113,12 @@ def test_each_generation_has_its_form_of_blocks_of_128(capability, form: str):
     assert told.asked
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the kernel takes JAX 0.12")
+def test_kernel_where_integers_have_64_bits():
+    with jax.enable_x64(True), compiling_for((9, 0)):
+        assert "mosaic_gpu" in lowered((DEEP, DEEP_TILE), "cuda")
+
+
 def test_blocks_of_128_elsewhere():
     for platform in ("cpu", "tpu"):
         text = lowered((DEEP, DEEP_TILE), platform)
