@@ -162,6 +162,8 @@ class TestGpu:
             "runtime_version { major: 12 minor: 9 patch: 0 } "
             f'device_description_str: "{row.description}"'
         )
+        # XLA once read cuDNN's version beside the device's fields, and now reads it among them.
+        assert 'dnn_version: "9.10.0" cuda_compute_capability' in text
         assert text.count("{") == text.count("}") == 4
 
     def test_a_gpu_has_no_slice(self, name: str):

@@ -65,6 +65,8 @@ class Target:
             "device_memory_size": self.accelerator.memory_bytes,
         }
         info = " ".join(f"{field}: {value}" for field, value in fields.items())
+        # XLA once read cuDNN's version beside the device's fields, and now reads it among them.
+        info += f' dnn_version: "{".".join(map(str, dnn))}.0"'
         return (
             f"gpu_device_info {{ {info} cuda_compute_capability {{ {_version(capability)} }} }} "
             f'platform_name: "CUDA" dnn_version_info {{ {_version(dnn)} }} '
