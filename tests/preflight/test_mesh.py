@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import halfstep
-from halfstep._preflight.target.mesh import check_mesh
+from halfstep._preflight.target.mesh import check_mesh, spread
 from halfstep._preflight.target.targets import parse_target
 
 
@@ -29,3 +31,11 @@ def test_a_mesh_that_the_target_holds(axes: dict[str, int], target: str):
 def test_a_mesh_of_another_size(axes: dict[str, int], target: str, message: str):
     with pytest.raises(halfstep.PreflightError, match=f"(?s){message}"):
         check_mesh(axes, parse_target(target))
+
+
+def test_arguments_that_are_none_take_no_specification():
+    """They have no arrays: the specifications of the arguments after them stay where they are."""
+    args = (None, {"bias": None, "weight": np.zeros(8)}, np.zeros(8))
+    found = spread((P(), {"bias": P("x"), "weight": P("data")}, None), args)
+    assert found == [P("data"), None]
+    assert spread((P(), P("data"), P("x")), args) == [P("data"), P("x")]

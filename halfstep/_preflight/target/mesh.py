@@ -30,22 +30,23 @@ def spread(shardings: object, args: tuple[Any, ...]) -> list[PartitionSpec | Nam
     def is_spec(node: object) -> bool:
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
+    made: list[PartitionSpec | NamedSharding | None] = []
+
+    def add(spec: Any, below: object) -> None:
+        # One for each array. An argument that is `None`, or has `None` in it, has none for that.
+        made.extend([spec] * len(jax.tree.leaves(below)))
+
     try:
         # As for `in_shardings` of `jax.jit`, a specification holds for everything below it in the
         # tree.
-        whole = jax.tree.map(
-            lambda spec, below: jax.tree.map(lambda _: spec, below),
-            shardings,
-            args,
-            is_leaf=is_spec,
-        )
+        jax.tree.map(add, shardings, args, is_leaf=is_spec)
     except ValueError as error:
         raise PreflightError(
             "`shardings` must be a prefix of the tree of `args`: give one PartitionSpec, "
             "NamedSharding or None for each argument, or for each part of it. JAX says:\n"
             f"{error}"
         ) from error
-    return jax.tree.leaves(whole, is_leaf=is_spec)
+    return made
 
 
 def find_mesh(
