@@ -109,20 +109,8 @@ def placed(params: Any, mesh: AbstractMesh) -> Any:
 
 
 def prepared(prepare: Callable[..., Any], params: Any) -> Any:
-    """The shapes of what an optimizer makes of placed parameters.
-
-    What shares a scale must lie on one device. Traced code sees places on a mesh with explicit axes
-    only.
-    """
-
-    def explicit(leaf: Any) -> Any:
-        old = leaf.sharding.mesh
-        kinds = (AxisType.Explicit,) * len(old.axis_names)
-        mesh = AbstractMesh(old.axis_sizes, old.axis_names, axis_types=kinds)
-        where = NamedSharding(mesh, leaf.sharding.spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-    return jax.eval_shape(prepare, jax.tree.map(explicit, params))
+    """The shapes of what an optimizer makes of placed parameters."""
+    return jax.eval_shape(optim.sharded(prepare, params), params)
 
 
 def beside(state: Any, params: Any) -> Any:

@@ -14,6 +14,7 @@ from halfstep.optim._release import (
     ReleaseState as ReleaseState,
     release as release,
 )
+from halfstep.optim._sharded import sharded as sharded
 from halfstep.optim._state import (
     FlashState as FlashState,
     StateError as StateError,

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
@@ -153,7 +154,8 @@ def state_shardings(state: Any, params: Any) -> Any:
     Use them as `out_shardings` of a compiled `init` or `prepare`, and to restore a checkpoint onto
     another mesh. Arrays that belong to a parameter, codes and scales included, are sharded like the
     parameter. The rest, such as a count, is replicated on every device. Scales are also replicated
-    along an axis that has too few of them to be divided.
+    along an axis that has too few of them to be divided; a warning says so if a group of elements
+    that share a scale then lies on several devices.
 
     Args:
         state: A state of any optimizer, or its shapes, as `jax.eval_shape(optimizer.init, params)`
@@ -169,7 +171,7 @@ def state_shardings(state: Any, params: Any) -> Any:
         import jax
         import jax.numpy as jnp
         from halfstep import optim
-        from jax.sharding import NamedSharding, PartitionSpec
+        from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
         mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         where = NamedSharding(mesh, PartitionSpec("data"))
@@ -184,14 +186,9 @@ def state_shardings(state: Any, params: Any) -> Any:
         path_string(path): (leaf, sharding_of(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
-    meshes = {sharding.mesh for _, sharding in found.values() if sharding is not None}
-    if len(meshes) != 1:
-        raise ValueError(
-            "`params` must have shardings over one mesh; got "
-            f"{len(meshes) or 'no'} mesh{'es' if len(meshes) != 1 else ''}. Give arrays, or "
-            "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))."
-        )
-    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+    mesh = one_mesh([sharding for _, sharding in found.values()])
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    torn: dict[str, str] = {}
 
     def of(path: tuple[object, ...], leaf: ArrayOrShape) -> NamedSharding:
         names = path_string(path).split("/")
@@ -201,10 +198,48 @@ def state_shardings(state: Any, params: Any) -> Any:
         for start in range(len(names)):
             param, sharding = found.get("/".join(names[start:]), (None, None))
             if param is not None and sharding is not None and _is_alike(leaf, param):
+                for said in _torn(leaf, param, sharding):
+                    torn["/".join(names[start:])] = said
                 return _that_fits(leaf, sharding)
         return everywhere
 
-    return jax.tree_util.tree_map_with_path(of, state)
+    made = jax.tree_util.tree_map_with_path(of, state)
+    if torn:
+        path, said = next(iter(torn.items()))
+        more = f", and so do those of {len(torn) - 1} more parameters" if len(torn) > 1 else ""
+        warnings.warn(
+            f"groups of {SIZE} elements that share a scale lie on several devices: of {path}, "
+            f"{said}{more}. Each step then moves these parameters between devices. Make the state "
+            "with optim.sharded(optimizer.init, params), or the same of `prepare`, which sees how "
+            "parameters are divided; JAX does not show it to code that it traces.",
+            stacklevel=2,
+        )
+    return made
+
+
+def one_mesh(shardings: Sequence[NamedSharding | None]) -> Mesh | AbstractMesh:
+    """Return the mesh of all shardings.
+
+    Raises:
+        ValueError: If there is none, or more than one.
+    """
+    meshes = {sharding.mesh for sharding in shardings if sharding is not None}
+    if len(meshes) != 1:
+        raise ValueError(
+            "`params` must have shardings over one mesh; got "
+            f"{len(meshes) or 'no'} mesh{'es' if len(meshes) != 1 else ''}. Give arrays, or "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))."
+        )
+    return meshes.pop()
+
+
+def _torn(leaf: ArrayOrShape, param: ArrayOrShape, sharding: NamedSharding) -> Iterator[str]:
+    """Say where a device has a part of a group; nothing if every device has whole groups."""
+    pairs = zip(leaf.shape, param.shape, sharding.spec, strict=False)
+    for axis, (scales, size, names) in enumerate(pairs):
+        parts = _parts(sharding, names)
+        if scales == math.ceil(size / SIZE) < size and parts > 1 and size // parts % SIZE:
+            yield f"each has {size // parts} of {size} elements along axis {axis}"
 
 
 def _that_fits(leaf: ArrayOrShape, sharding: NamedSharding) -> NamedSharding:
