@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import halfstep
 from halfstep._preflight import steps as _steps
@@ -195,3 +196,19 @@ def test_whatever_divides_it_nothing_is_sent(target: str, implementation: Any) -
         )
     ]
     assert [found["collectives"] for found in compiled(target, *cases)] == [[]] * len(cases)
+
+
+@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for GPUs needs JAX 0.12")
+def test_a_leaf_that_is_whole_on_every_device_has_the_kernel_too(own_cache: Any) -> None:
+    """On a mesh with explicit axes no compiler divides it, so that nothing forbids the kernel."""
+    need("cuda")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments()
+    )
+    report = halfstep.preflight(
+        step, placed, targets="h100:2", donate_argnums=0, gemm="library", progress=False
+    )
+    assert report["h100:2"].temp_bytes is not None
+    assert report["h100:2"].temp_bytes <= SCALARS

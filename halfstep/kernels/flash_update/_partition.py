@@ -45,7 +45,11 @@ def may_be_divided() -> bool:
 def explicit_sharding(array: jax.Array) -> NamedSharding | None:
     """Return how an array is divided among devices, if its type says so."""
     sharding = jax.typeof(array).sharding
-    if not sharding.mesh.explicit_axes or all(axis is None for axis in sharding.spec):
+    mesh = sharding.mesh
+    if len(mesh.explicit_axes) == len(mesh.axis_names) and mesh.size > 1:
+        # Every device has its part, or all of an array that is not divided.
+        return sharding
+    if not mesh.explicit_axes or all(axis is None for axis in sharding.spec):
         return None
     return sharding
 
