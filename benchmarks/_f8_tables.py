@@ -30,8 +30,10 @@ def text(made: Mapping[str, Any]) -> str:
         "8-bit operands in the program for an H100, with XLA's own kernels (Triton) and with "
         "cuBLAS. What a loop or a rematerialization repeats counts each time. Not eligible are "
         "products of two activations (attention), and those with a size that is not a multiple of "
-        "16. An H100 cannot scale blocks: with `f8-block`, `mxfp8` and `nvfp4` operands are read "
-        f"back in 16 bits before they are multiplied. {models}.",
+        "16. The tensor cores of an H100 cannot scale blocks. Those of `f8-block` are large enough "
+        "to be scaled between two products, by a kernel, on one device. `mxfp8` and `nvfp4`, and "
+        "all blocks on several devices, are read back in 16 bits before they are multiplied. "
+        f"{models}.",
         table(
             product_lines(made["products"], ("model", "recipe")),
             {

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep._preflight.hlo.contraction_flops import contraction, custom_call_target
+from halfstep._preflight.hlo.contraction_flops import contraction, custom_call_target, decoded
 from halfstep._preflight.hlo.parser import Computation, Instruction, parse
 from halfstep._preflight.hlo.trip_counts import ValueFrame, body_frame, trip_count
 
@@ -148,16 +148,22 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
     seen = contraction(computation, instruction)
     if seen is None:
         return None
+    if instruction.base == "scaled-dot":
+        # The kernel of an H100 decodes blocks before it multiplies them.
+        seen = decoded(seen)
     lhs, rhs = seen.lhs, seen.rhs
-    if instruction.base == "dot":
+    if instruction.base in ("dot", "scaled-dot"):
         summed = instruction.integers("lhs_contracting_dims", "")
         batch = instruction.integers("lhs_batch_dims", "{}")
     elif "cublas" in custom_call_target(instruction):
         numbers = _numbers(instruction)
         summed = [int(axis) for axis in numbers.get("lhs_contracting_dimensions", ())]
         batch = [int(axis) for axis in numbers.get("lhs_batch_dimensions", ())]
+    elif custom_call_target(instruction).startswith("mosaic_gpu"):
+        # The kernel for blocks: rows with rows.
+        batch, summed = [0], [2]
     else:
-        raise instruction.error("a dot or a call of cuBLAS")
+        raise instruction.error("a dot, a call of cuBLAS or a kernel for blocks")
     shared, over = (math.prod(lhs.dims[axis] for axis in axes) for axes in (batch, summed))
     return Product(
         lhs=lhs.dtype,

@@ -7,7 +7,9 @@ Needs `halfstep[cuda-preflight]`. Nothing is timed.
 """
 
 import dataclasses
+import json
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from tests.models import transformers as _transformers
 from tests.models.transformers import CASES, Case
 
 MODULE = "benchmarks.fp8"
+PACKAGES = ("flax", "dm-haiku", "qwix", "jax-cuda12-plugin")
 GEMMS = ("triton", "library")
 POLICIES = ("bf16", *RECIPES)
 BARS = {
@@ -250,9 +253,14 @@ class Plan:
 
 
 def _programs() -> Sequence[tuple[Program, Sequence[str]]]:
-    others = (_f8_models.scanned(), _f8_models.sharded(), _f8_models.images())
     some = ("f8", "f8-delayed")
-    return [(_f8_models.dense(), tuple(RECIPES)), *((program, some) for program in others)]
+    # Blocks are decoded where a compiler divides the program.
+    return [
+        (_f8_models.dense(), tuple(RECIPES)),
+        (_f8_models.scanned(), (*some, "f8-block")),
+        (_f8_models.sharded(), some),
+        (_f8_models.images(), (*some, "f8-block")),
+    ]
 
 
 FULL = Plan(POLICIES, tuple(CASES), _programs, (1024, 4096, 4096))
@@ -284,7 +292,45 @@ def measure(plan: Plan) -> dict[str, Any]:
         "peer_cosines": framework_rows(frameworks, found),
         "peer_products": peer_rows(plan.peer_mlp, transformer=plan.peer_transformer),
     }
-    return report(MODULE, results, packages=("flax", "dm-haiku", "qwix", "jax-cuda12-plugin"))
+    return report(MODULE, results, packages=PACKAGES)
+
+
+def again(before: Mapping[str, Any], plan: Plan, recipes: Sequence[str]) -> dict[str, Any]:
+    """The rows of some recipes, measured again, among the other rows of earlier results."""
+    jobs = [
+        (program, [name for name in of_program if name in recipes])
+        for program, of_program in plan.programs()
+        if set(of_program) & set(recipes)
+    ]
+    cosines = {row["policy"]: row for row in before["cosines"]}
+    cosines |= {row["policy"]: row for row in cosine_rows(recipes, plan.frameworks)}
+    products = {_place(row): row for row in before["products"]}
+    products |= {_place(row): row for row in compile_rows(jobs)}
+    # Earlier results may not have all of these rows.
+    order = [
+        (program.name, recipe, gemm)
+        for program, of_program in plan.programs()
+        for recipe in of_program
+        for gemm in GEMMS
+    ]
+    found = [cosines[name] for name in plan.policies]
+    made = {
+        **before,
+        "cosines": found,
+        "passed": passed(found),
+        "products": [products[place] for place in order],
+    }
+    versions = report(MODULE, {}, packages=PACKAGES)["versions"]
+    if versions != before["versions"]:
+        raise ValueError(
+            f"rows of other versions cannot stand next to each other: {versions} here, and "
+            f"{before['versions']} in the file. Leave --only out."
+        )
+    return made
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["model"], row["recipe"], row["gemm"]
 
 
 def passed(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -301,8 +347,21 @@ def passed(rows: Sequence[Mapping[str, Any]]) -> bool:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser(MODULE, __doc__ or "")
     options.add_argument("--quick", action="store_true", help="one framework, small models")
+    options.add_argument(
+        "--only",
+        action="append",
+        choices=list(RECIPES),
+        help="measure this recipe again; all else is from the file of --json",
+    )
     parsed = options.parse_args(argv)
-    made = measure(QUICK if parsed.quick else FULL)
+    plan = QUICK if parsed.quick else FULL
+    if parsed.only:
+        if parsed.json in (None, "-"):
+            options.error("--only takes --json FILE, a file with earlier results")
+        before = json.loads(pathlib.Path(parsed.json).read_text())
+        made = again(before, plan, parsed.only)
+    else:
+        made = measure(plan)
     write(made, parsed.json)
     if parsed.json != "-":
         print(text(made))

@@ -1,5 +1,6 @@
 """The benchmark of products in 8 bits: what it counts, its rows, and that its command runs."""
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -190,6 +191,61 @@ def test_small_programs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
         "odd": 0,
         "f8_share_of_flops": 1.0,
     }
+
+
+@pytest.mark.slow
+def test_blocks_are_counted_as_they_are_multiplied():
+    need("cuda")
+    program = _f8_models.dense(width=64, hidden=128, batch=256)
+    rows = fp8.compile_rows([(program, ("f8-block", "mxfp8"))])
+    assert [(row["recipe"], row["f8"], row["eligible"]) for row in rows] == [
+        *[("f8-block", 5, 5)] * 2,
+        *[("mxfp8", 0, 5)] * 2,
+    ]
+
+
+def test_one_recipe_is_measured_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    def row(model: str, recipe: str, gemm: str, f8: int) -> dict[str, Any]:
+        return {"model": model, "recipe": recipe, "gemm": gemm, "f8": f8}
+
+    program = _f8_models.dense(width=64, hidden=128, batch=256)
+    plan = dataclasses.replace(
+        fp8.QUICK,
+        policies=("bf16", "f8", "f8-block"),
+        programs=lambda: [(program, ("f8", "f8-block"))],
+    )
+    made = fp8.report(fp8.MODULE, {}, packages=fp8.PACKAGES)
+    before = {
+        "command": "the whole",
+        "versions": made["versions"],
+        "cosines": [{"policy": name, "bar": None, "linen": [0.5]} for name in plan.policies],
+        "products": [row("dense", "f8", gemm, 5) for gemm in fp8.GEMMS],
+        "peer_products": ["kept"],
+    }
+    monkeypatch.setattr(fp8, "QUICK", plan)
+    monkeypatch.setattr(
+        fp8,
+        "cosine_rows",
+        lambda names, _: [{"policy": n, "bar": None, "linen": [1]} for n in names],
+    )
+    monkeypatch.setattr(
+        fp8,
+        "compile_rows",
+        lambda jobs: [row(p.name, n, gemm, 7) for p, ns in jobs for n in ns for gemm in fp8.GEMMS],
+    )
+    monkeypatch.setattr(fp8, "text", str)
+    path = tmp_path / "fp8.json"
+    path.write_text(json.dumps(before))
+    again = fp8.main(["--quick", "--only", "f8-block", "--json", str(path)])
+    assert json.loads(path.read_text()) == again
+    assert [line["linen"] for line in again["cosines"]] == [[0.5], [0.5], [1]]
+    assert [line["f8"] for line in again["products"]] == [5, 5, 7, 7]
+    assert (again["command"], again["peer_products"]) == ("the whole", ["kept"])
+    path.write_text(json.dumps({**before, "versions": {"jax": "0.1"}}))
+    with pytest.raises(ValueError, match="rows of other versions cannot stand next to each other"):
+        fp8.main(["--quick", "--only", "f8-block", "--json", str(path)])
+    with pytest.raises(SystemExit):
+        fp8.main(["--quick", "--only", "f8-block"])
 
 
 def test_a_refused_program_is_a_row(monkeypatch: pytest.MonkeyPatch):

@@ -32,16 +32,18 @@ def test_all_that_is_eligible_is_in_8_bits(result: dict[str, Any]):
         for recipe in recipes
         for gemm in fp8.GEMMS
     ]
-    blocks = ("f8-block", "mxfp8", "nvfp4")
     for row in rows:
-        if row["recipe"] in blocks:
+        # Small blocks are decoded inside XLA's kernel.
+        if row["recipe"] in ("mxfp8", "nvfp4"):
             assert row["f8"] == 0
         elif row["recipe"] == "f8-row-gw":
             # Two legs of three.
             assert (row["f8"], row["eligible"]) == (3, 5)
         else:
             assert row["f8"] == row["eligible"]
-            assert row["f8_share_of_flops"] == 1
+            # The zeros that fill the last block of a row are multiplied, too.
+            blocks = row["recipe"] == "f8-block"
+            assert 1 <= row["f8_share_of_flops"] <= (1.05 if blocks else 1)
     check_gathers(rows)
 
 
