@@ -17,7 +17,8 @@ from halfstep.kernels.flash_update._rule import Algorithm, Moments, updated
 from halfstep.optim._layout import StateOptions, zeros
 from halfstep.optim._state import FlashState, Moment, check_state
 from halfstep.optim._transform import Transformation, transformation
-from halfstep.quant import Groups, Quantized, join, split
+from halfstep.quant import CODES, Groups, Quantized, join, split
+from halfstep.quant._nibbles import stored_shape
 from halfstep.quant._split import parted
 
 Number = ArrayLike
@@ -117,7 +118,8 @@ def _zero_moment(
     if not is_inexact(leaf):
         return None
     if groups is not None:
-        codes = zeros(leaf.shape, np.uint8 if squares else np.int8, leaf)
+        code = CODES[options.codes[squares]]
+        codes = zeros(stored_shape(leaf.shape, code, groups), code.dtype, leaf)
         return Quantized(codes, zeros(groups.scale_shape(leaf.shape), options.scale_dtype, leaf))
     dtype = np.promote_types(leaf.dtype, jnp.float32)
     if squares and jnp.issubdtype(dtype, jnp.complexfloating):
@@ -170,6 +172,8 @@ def _step(
             rule.algorithm,
             divided or Groups(-1),
             nesterov=rule.nesterov,
+            first_code=options.codes[0],
+            second_code=options.codes[1],
             stochastic=options.stochastic,
             coupled=rule.coupled,
         )

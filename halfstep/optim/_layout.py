@@ -21,6 +21,7 @@ from halfstep.quant._codes import as_scale_dtype
 from halfstep.quant._groups import SIZE
 
 MasterBits = Literal[24, 32, "auto"] | None
+MomentBits = Literal[8, 4, "auto"]
 Rounding = Literal["nearest", "stochastic"]
 
 ArrayOrShape = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -33,11 +34,12 @@ _MIN_SIZE = 4096
 class StateOptions:
     """The options that compressed optimizers share, checked. `options_of` makes them.
 
-    The first four say how a state is laid out: they must be the same after a restart.
+    The first five say how a state is laid out: they must be the same after a restart.
 
     Attributes:
         master_bits: 24 or 32, the bits of a bfloat16 parameter and its state together; `None` if
             the state holds no bits of the parameters.
+        moment_bits: 8 or 4, the bits of each element of a moment.
         keep: Paths of parameters that are not compressed.
         min_size: Leaves with fewer elements are not compressed either. Norms and biases are such
             leaves: compressing them would save nothing.
@@ -48,6 +50,7 @@ class StateOptions:
     """
 
     master_bits: Literal[24, 32] | None
+    moment_bits: Literal[4, 8]
     keep: tuple[str, ...]
     min_size: int
     scale_dtype: np.dtype
@@ -71,6 +74,11 @@ class StateOptions:
         return groups_for(leaf.shape, shards=shards_of(leaf))
 
     @property
+    def codes(self) -> tuple[str, str]:
+        """The codes of first and of second moments."""
+        return ("int8", "root8") if self.moment_bits == 8 else ("int4", "root4")
+
+    @property
     def low_dtype(self) -> np.dtype | None:
         """The dtype of the bits that a bfloat16 parameter lacks; `None` if none are stored."""
         bits = {24: np.int8, 32: np.int16}
@@ -80,6 +88,7 @@ class StateOptions:
 def options_of(
     *,
     master_bits: ArrayLike | str | None = "auto",
+    moment_bits: ArrayLike | str = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
     scale_dtype: DTypeLike = "bfloat16",
@@ -100,10 +109,16 @@ def options_of(
             f"master_bits must be 24, 32, 'auto' or None, and not traced; got {master_bits!r}. "
             "With optax.inject_hyperparams name it in static_args."
         )
+    if not isinstance(moment_bits, int | str) or moment_bits not in (4, 8, "auto"):
+        raise ValueError(
+            f"moment_bits must be 8, 4 or 'auto', and not traced; got {moment_bits!r}. With "
+            "optax.inject_hyperparams name it in static_args."
+        )
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding must be 'nearest' or 'stochastic'; got {rounding!r}.")
     return StateOptions(
         master_bits=None if master_bits is None else 32 if master_bits == 32 else 24,
+        moment_bits=4 if moment_bits == 4 else 8,
         keep=tuple(keep),
         min_size=_MIN_SIZE if min_size is None else min_size,
         scale_dtype=as_scale_dtype(scale_dtype),

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from halfstep._base import checked
 from halfstep.kernels.flash_update import Implementation
 from halfstep.optim._flash import FlashRule, Number, flash
-from halfstep.optim._layout import MasterBits, Rounding, options_of
+from halfstep.optim._layout import MasterBits, MomentBits, Rounding, options_of
 from halfstep.optim._transform import Transformation
 
 Rate = Number | Callable[[jax.Array], ArrayLike]
@@ -25,6 +25,7 @@ def flash_adamw(
     *,
     mask: Any = None,
     master_bits: MasterBits = "auto",
+    moment_bits: MomentBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
     scale_dtype: DTypeLike = "bfloat16",
@@ -51,6 +52,9 @@ def flash_adamw(
         master_bits: The bits of a bfloat16 parameter and its state together: 24 (also `"auto"`) or
             32, which equals float32 exactly; with `None` the state holds no bits of parameters.
             Float32 parameters are their own master.
+        moment_bits: The bits of each element of a moment: 8 (also `"auto"`), or 4. With 4,
+            parameters and state take 4.125 bytes, and codes are always rounded up or down at
+            random.
         keep: Paths of parameters whose moments stay float32, such as `"**/embedding"`.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
@@ -85,6 +89,7 @@ def flash_adamw(
     """
     options = options_of(
         master_bits=master_bits,
+        moment_bits=moment_bits,
         keep=keep,
         min_size=min_size,
         scale_dtype=scale_dtype,
@@ -113,6 +118,7 @@ def flash_adam(
     eps: Number = 1e-8,
     *,
     master_bits: MasterBits = "auto",
+    moment_bits: MomentBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
     scale_dtype: DTypeLike = "bfloat16",
@@ -128,6 +134,7 @@ def flash_adam(
         b2: Decay of the second moment.
         eps: Added to the denominator.
         master_bits: 24, 32 or `None`, see `flash_adamw`.
+        moment_bits: 8 or 4, see `flash_adamw`.
         keep: Paths of parameters whose moments stay float32.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
@@ -159,6 +166,7 @@ def flash_adam(
         eps,
         0.0,
         master_bits=master_bits,
+        moment_bits=moment_bits,
         keep=keep,
         min_size=min_size,
         scale_dtype=scale_dtype,
@@ -177,6 +185,7 @@ def flash_lion(
     *,
     mask: Any = None,
     master_bits: MasterBits = "auto",
+    moment_bits: MomentBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
     scale_dtype: DTypeLike = "bfloat16",
@@ -193,6 +202,7 @@ def flash_lion(
         weight_decay: Decoupled; a multiple of the learning rate.
         mask: Where weights decay, see `flash_adamw`.
         master_bits: 24, 32 or `None`, see `flash_adamw`.
+        moment_bits: 8 or 4, see `flash_adamw`.
         keep: Paths of parameters whose momentum stays float32.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
@@ -218,6 +228,7 @@ def flash_lion(
     """
     options = options_of(
         master_bits=master_bits,
+        moment_bits=moment_bits,
         keep=keep,
         min_size=min_size,
         scale_dtype=scale_dtype,
@@ -240,6 +251,7 @@ def flash_sgd(
     weight_decay: Number = 0.0,
     mask: Any = None,
     master_bits: MasterBits = "auto",
+    moment_bits: MomentBits = "auto",
     keep: Sequence[str] = (),
     min_size: int | None = None,
     scale_dtype: DTypeLike = "bfloat16",
@@ -256,6 +268,7 @@ def flash_sgd(
         weight_decay: Decoupled; a multiple of the learning rate.
         mask: Where weights decay, see `flash_adamw`.
         master_bits: 24, 32 or `None`, see `flash_adamw`.
+        moment_bits: 8 or 4, see `flash_adamw`.
         keep: Paths of parameters whose momentum stays float32.
         min_size: Parameters with fewer elements stay float32 too; 4096 by default.
         scale_dtype: The dtype of the scales: bfloat16 or float32.
@@ -281,6 +294,7 @@ def flash_sgd(
     """
     options = options_of(
         master_bits=master_bits,
+        moment_bits=moment_bits,
         keep=keep,
         min_size=min_size,
         scale_dtype=scale_dtype,

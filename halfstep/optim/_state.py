@@ -9,8 +9,10 @@ from jaxtyping import Array, Int32, PyTree
 
 from halfstep._base import is_inexact, path_string, type_of
 from halfstep.optim._layout import ArrayOrShape, StateOptions
-from halfstep.quant import Groups, Quantized
+from halfstep.quant import CODES, Groups, Quantized
+from halfstep.quant._codes import Code
 from halfstep.quant._groups import SIZE, groups_between
+from halfstep.quant._nibbles import stored_shape
 
 Moment = Quantized | ArrayOrShape | None
 """A moment of one leaf: coded, in float32, or not stored at all."""
@@ -165,7 +167,8 @@ def _check_leaf(
                 "or by one with other options: use that one, or call `init` anew."
             )
         if moment is not None:
-            groups.append(_groups_of(path, leaf, name, moment))
+            code = CODES[options.codes[name == "second"]]
+            groups.append(_groups_of(path, leaf, name, moment, code))
     if not groups:
         # Without moments nothing is coded, and a plain step updates the leaf.
         return None
@@ -193,12 +196,19 @@ def _check_low(
 
 
 def _groups_of(
-    path: str, leaf: ArrayOrShape, name: str, moment: Quantized | ArrayOrShape
+    path: str, leaf: ArrayOrShape, name: str, moment: Quantized | ArrayOrShape, code: Code
 ) -> Groups | None:
     is_coded = isinstance(moment, Quantized)
     groups = groups_between(leaf.shape, moment.scale.shape) if is_coded else None
     array = moment.codes if is_coded else moment
-    if array.shape != leaf.shape or (is_coded and groups is None):
+    if is_coded and groups is not None and array.dtype != code.dtype:
+        bits = 12 - code.bits
+        raise StateError(
+            f"the {name} moment of {path} must be in {code.bits} bits (moment_bits={code.bits}); "
+            f"the state has {type_of(array)}. Pass moment_bits={bits} if it was made with it."
+        )
+    shape = leaf.shape if groups is None else stored_shape(leaf.shape, code, groups)
+    if array.shape != shape or (is_coded and groups is None):
         raise StateError(
             f"the {name} moment of {path} must be of shape {list(leaf.shape)}, with a scale for "
             f"every {SIZE} elements of one axis if it is coded; got {type_of(array)}. The state "

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, Key, Shaped
 from halfstep._base import checked
 from halfstep.quant._codes import Code, as_code, as_scale_dtype, scale_of
 from halfstep.quant._groups import Groups, groups_for
+from halfstep.quant._nibbles import packed, stored_shape, unpacked
 from halfstep.quant._split import check_dtype, widened
 
 
@@ -85,7 +86,7 @@ def quantize(
     noise = None if key is None else jax.random.uniform(key, coded.shape, jnp.float32)
     codes = code.encode(coded, widened(scale), noise=noise)
     if code.bits == 4:
-        codes = _packed(codes, axis).reshape(_stored_shape(value.shape, code, groups))
+        codes = packed(codes, axis).reshape(stored_shape(value.shape, code, groups))
     else:
         codes = groups.whole(codes, value.shape)
     return Quantized(codes, jnp.squeeze(scale, axis))
@@ -130,7 +131,7 @@ def dequantize(
     if code.bits == 4:
         axis = len(shape) + groups.axis
         half = Groups(groups.axis, groups.size // 2)
-        codes = _unpacked(half.divided(array.codes), axis + 1, signed=not code.is_root)
+        codes = unpacked(half.divided(array.codes), axis + 1, signed=not code.is_root)
     else:
         codes = groups.divided(array.codes)
     value = code.decode(codes, widened(groups.aligned(array.scale)))
@@ -161,7 +162,7 @@ def _checked(groups: Groups, shape: tuple[int, ...], code: Code) -> Groups:
 
 
 def _check_fits(array: Quantized, code: Code, groups: Groups, shape: tuple[int, ...]) -> None:
-    wanted = (_stored_shape(shape, code, groups), groups.scale_shape(shape))
+    wanted = (stored_shape(shape, code, groups), groups.scale_shape(shape))
     got = (array.codes.shape, array.scale.shape)
     if got != wanted or array.codes.dtype != code.dtype:
         raise ValueError(
@@ -170,31 +171,6 @@ def _check_fits(array: Quantized, code: Code, groups: Groups, shape: tuple[int, 
             f"shape {list(wanted[1])}; got {array.codes.dtype.name}{list(got[0])} and "
             f"{list(got[1])}. Pass the code, the groups and the shape that it was written with."
         )
-
-
-def _packed(codes: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Pack two codes into a byte: one of the first half of a group, and one of its second.
-
-    Halves are packed, not neighbors: halves are contiguous slices, which need no strided loads.
-    """
-    first, second = jnp.split(codes.astype(jnp.uint8), 2, axis=axis)
-    return (first & 15) | (second << 4)
-
-
-def _unpacked(codes: Shaped[Array, "..."], axis: int, *, signed: bool) -> Shaped[Array, "..."]:
-    both = jnp.concatenate([codes & 15, codes >> 4], axis=axis)
-    if not signed:
-        return both
-    # The sign is the fourth bit. Shifting it to the eighth and back extends the sign.
-    return (both << 4).astype(jnp.int8) >> 4
-
-
-def _stored_shape(shape: tuple[int, ...], code: Code, groups: Groups) -> tuple[int, ...]:
-    if code.bits == 8:
-        return shape
-    dims = list(shape)
-    dims[groups.axis] = groups.count(shape) * groups.size // 2
-    return tuple(dims)
 
 
 def _value_shape(array: Quantized, code: Code, groups: Groups | None) -> tuple[int, ...]:

@@ -119,11 +119,12 @@ class Code:
         if noise is None:
             return nearest(position)
         size = jnp.abs(position)
-        below = jnp.floor(size)
+        below = _floor(size)
         # The chance to round up is the value's place between the values of the two nearest codes,
         # where a code of that size stands for x = size / (2 limit - size).
         chance = (size - below) * (2 * self.limit - 1 - below) / (2 * self.limit - size)
-        return jnp.copysign(jnp.where(noise < chance, below + 1, below), position)
+        rounded = jnp.where(noise < chance, below + 1, below)
+        return jnp.where(position < 0, -rounded, rounded)
 
     def _encode_float(self, value: Values, scale: Values) -> Shaped[Array, "..."]:
         position = self.limit * (value / jnp.maximum(scale, _TINY))
@@ -192,9 +193,14 @@ def scale_of(magnitude: Values, dtype: DTypeLike) -> Shaped[Array, "..."]:
 def _root(position: Values, noise: Values | None, nearest: Callable[[Any], Any]) -> Values:
     if noise is None:
         return nearest(position)
-    below = jnp.floor(position)
+    below = _floor(position)
     # The chance to round up is the place of the square between the squares of the two nearest
     # codes. If roots were right on average, squares would be too large, and the error would add up
     # in a moment that is kept for many steps.
     chance = (position - below) * (position + below) / (2 * below + 1)
     return jnp.where(noise < chance, below + 1, below)
+
+
+def _floor(value: Values) -> Values:
+    # Of values that are not negative, and without `floor`, which Mosaic GPU does not have.
+    return value.astype(jnp.int32).astype(jnp.float32)

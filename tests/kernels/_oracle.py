@@ -25,6 +25,7 @@ def make(
     grad: Any = jnp.bfloat16,
     axis: int | None = None,
     seed: int = 0,
+    bits: int = 8,
 ) -> tuple[Leaf, Any, Groups]:
     """A leaf in the middle of training, its gradient, and its groups."""
     draw = np.random.default_rng(seed)
@@ -33,7 +34,16 @@ def make(
     many = groups.scale_shape(shape)
 
     def moment(dtype: Any, smallest: int, largest: int) -> tuple[Any, Any]:
-        codes = draw.integers(smallest, largest, shape, endpoint=True)
+        many_codes = shape if bits == 8 else _full(shape, groups)
+        codes = draw.integers(smallest, largest, many_codes, endpoint=True)
+        if bits == 4:
+            inside = np.zeros(many_codes, bool)
+            inside[tuple(map(slice, shape))] = True
+            # A state starts with zeros, and no gradient ever reaches the padding of a last group.
+            codes = np.where(inside, codes, int(smallest > 0)).reshape(_grouped(shape, groups))
+            halves = np.split(codes, 2, len(shape) + groups.axis + 1)
+            codes = ((halves[0] & 15) | (halves[1] & 15) << 4).reshape(_stored(shape, groups))
+            dtype = np.uint8
         scales = 1e-3 * draw.uniform(0.5, 2, many)
         return jnp.asarray(codes, dtype), jnp.asarray(scales.astype(scale))
 
@@ -43,10 +53,42 @@ def make(
         rest = jnp.asarray(draw.integers(some.min, some.max, shape, endpoint=True), low)
     value = jnp.asarray(draw.normal(size=shape).astype(param))
     has_first, has_second = algorithm != "sgd without momentum", algorithm == "adam"
-    first = moment(jnp.int8, -127, 127) if has_first else (None, None)
-    second = moment(jnp.uint8, 1, 255) if has_second else (None, None)
+    most = (127, 255) if bits == 8 else (7, 15)
+    first = moment(jnp.int8, -most[0], most[0]) if has_first else (None, None)
+    second = moment(jnp.uint8, 1, most[1]) if has_second else (None, None)
     gradient = jnp.asarray((1e-3 * draw.normal(size=shape)).astype(grad))
     return Leaf(value, rest, *first, *second), gradient, groups
+
+
+def _full(shape: tuple[int, ...], groups: Groups) -> tuple[int, ...]:
+    """With a last group that is full."""
+    dims = list(shape)
+    dims[groups.axis] = groups.count(shape) * groups.size
+    return tuple(dims)
+
+
+def _grouped(shape: tuple[int, ...], groups: Groups) -> tuple[int, ...]:
+    axis = len(shape) + groups.axis
+    return (*shape[:axis], groups.count(shape), groups.size, *shape[axis + 1 :])
+
+
+def _stored(shape: tuple[int, ...], groups: Groups) -> tuple[int, ...]:
+    dims = list(_full(shape, groups))
+    dims[groups.axis] //= 2
+    return tuple(dims)
+
+
+def _codes(array: Any, bits: int, shape: tuple[int, ...], groups: Groups, *, signed: bool) -> Any:
+    """One code for each element."""
+    if bits == 8:
+        return np.asarray(array)
+    axis = len(shape) + groups.axis + 1
+    dims = list(_grouped(shape, groups))
+    dims[axis] //= 2
+    both = np.asarray(array).astype(np.int32).reshape(dims)
+    codes = np.concatenate([both & 15, both >> 4], axis)
+    codes = np.where(codes > 7, codes - 16, codes) if signed else codes
+    return codes.reshape(_full(shape, groups))[tuple(map(slice, shape))]
 
 
 def scalars(keep: float = 1.0) -> Scalars:
@@ -74,12 +116,13 @@ def check(old: Leaf, new: Leaf, grad: Any, by: Scalars, spec: Spec) -> None:
     g = np.asarray(grad).astype(np.float64)
     first = second = None
     if old.first is not None:
-        code = np.asarray(old.first, np.float64)
+        code = _codes(old.first, spec.first.bits, shape, groups, signed=True).astype(np.float64)
         at = _spread(old.first_scale, groups, shape)
-        first = at * code / (254 - abs(code))
+        first = at * code / (2 * spec.first.limit - abs(code))
     if old.second is not None:
         at = _spread(old.second_scale, groups, shape)
-        second = (np.asarray(old.second, np.float64) * at / 255) ** 2
+        code = _codes(old.second, spec.second.bits, shape, groups, signed=False)
+        second = (code.astype(np.float64) * at / spec.second.limit) ** 2
     step, moment, root = _rule(first, second, g, f, spec)
     exact = value - f.rate * (step.value + f.decay * value)
     # Three roundings of what is subtracted, which may cancel the value, and that of the difference.
@@ -94,23 +137,28 @@ def check(old: Leaf, new: Leaf, grad: Any, by: Scalars, spec: Spec) -> None:
     if moment is not None:
         scale = _spread(new.first_scale, groups, shape)
         _check_scale(moment, new.first_scale, groups)
-        place = 254 * moment.value / (scale + abs(moment.value))
-        _check_codes(new.first, place, 254 * moment.error / scale + 2 * EPS * abs(place), None)
+        limit = spec.first.limit
+        place = 2 * limit * moment.value / (scale + abs(moment.value))
+        error = 2 * limit * moment.error / scale + 2 * EPS * abs(place)
+        codes = _codes(new.first, spec.first.bits, shape, groups, signed=True)
+        drawn = _drawn(shape, groups, by.seed, 2) if spec.first.bits == 4 else None
+        _check_codes(codes, place, error, drawn, limit, signed=True)
     if root is not None:
         scale = _spread(new.second_scale, groups, shape)
         _check_scale(root, new.second_scale, groups)
-        place = root.value * 255 / scale
+        place = root.value * spec.second.limit / scale
         drawn = None
-        if spec.stochastic:
-            drawn = _drawn(shape, groups, by.seed)
-        _check_codes(new.second, place, 5 * EPS * place, drawn, smallest=1)
+        if spec.stochastic or spec.second.bits == 4:
+            drawn = _drawn(shape, groups, by.seed, 1)
+        codes = _codes(new.second, spec.second.bits, shape, groups, signed=False)
+        _check_codes(codes, place, 5 * EPS * place, drawn, spec.second.limit, signed=False)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _drawn(shape: tuple[int, ...], groups: Groups, seed: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def _drawn(shape: tuple[int, ...], groups: Groups, seed: Any, stream: int) -> Any:
     """The chances of the reference: they depend on where an element is, in groups that are full."""
     full = groups.divided(jnp.zeros(shape)).shape
-    words = noise(full, seed, stream=1) >> 8
+    words = noise(full, seed, stream=stream) >> 8
     return groups.whole(words.astype(jnp.float32) * 2.0**-24, shape)
 
 
@@ -166,18 +214,29 @@ def _check_scale(exact: _Exact, scale: Any, groups: Groups) -> None:
     assert (stored <= (largest + error) * (1 + up)).all()
 
 
-def _check_codes(codes: Any, place: Any, error: Any, drawn: Any, smallest: float = -127) -> None:
+def _check_codes(
+    codes: Any, place: Any, error: Any, drawn: Any, limit: int, *, signed: bool
+) -> None:
     got = np.asarray(codes, np.float64)
     if drawn is None:
         low, high = np.ceil(place - 0.5 - error), np.floor(place + 0.5 + error)
     else:
         chance = np.asarray(drawn, np.float64)
-        low, high = _chosen(place - error, chance, -1), _chosen(place + error, chance, 1)
-    limit = 127 if smallest < 0 else 255
+        chosen = functools.partial(_chosen_signed, limit=limit) if signed else _chosen
+        low, high = chosen(place - error, chance, -1), chosen(place + error, chance, 1)
+    smallest = -limit if signed else 1
     low, high = np.clip(low, smallest, limit), np.clip(high, smallest, limit)
     assert ((low <= got) & (got <= high)).all()
     # Ties are rare: a check that lets everything pass would show here.
     assert (low != high).mean() < 0.01
+
+
+def _chosen_signed(place: Any, drawn: Any, way: int, *, limit: int) -> Any:
+    """The code of both signs that chance takes: the mean of `code / (2 limit - code)` is right."""
+    size, outward = abs(place), way * np.sign(place)
+    below = np.floor(size)
+    chance = (size - below) * (2 * limit - 1 - below) / (2 * limit - size)
+    return np.sign(place) * (below + (drawn < chance * (1 + outward * 4 * EPS)))
 
 
 def _chosen(place: Any, drawn: Any, way: int) -> Any:

@@ -50,9 +50,16 @@ def run(kind: str, leaf: Leaf, grad: Any, by: Any, spec: Spec) -> Leaf:
     return fast(update)(leaf, grad, jnp.stack(by))
 
 
-def spec_of(algorithm: str, groups: Groups, *, stochastic: bool = False) -> Spec:
+def spec_of(algorithm: str, groups: Groups, *, stochastic: bool = False, bits: int = 8) -> Spec:
     rule: Any = "sgd" if algorithm in ("nesterov", "sgd without momentum") else algorithm
-    return Spec(rule, groups, nesterov=algorithm == "nesterov", stochastic=stochastic)
+    return Spec(
+        rule,
+        groups,
+        nesterov=algorithm == "nesterov",
+        first_code=f"int{bits}",
+        second_code=f"root{bits}",
+        stochastic=stochastic,
+    )
 
 
 def assert_same(left: Leaf, right: Leaf) -> None:
@@ -107,6 +114,41 @@ def test_every_shape(kind: str, shape: tuple[int, ...], axis: int) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "axis"),
+    slow_unless(
+        [(kind, *at) for kind in KINDS for at in SHAPES],
+        lambda kind, shape, axis: (
+            kind == "gpu" or shape == (50, 33) or (kind == "two passes" and axis == -1)
+        ),
+    ),
+    ids=str,
+)
+def test_two_codes_in_a_byte(kind: str, shape: tuple[int, ...], axis: int) -> None:
+    leaf, grad, groups = make(shape, axis=axis, bits=4)
+    spec = spec_of("adam", groups, bits=4)
+    if kind in ("gpu", "tpu") and {"gpu": _gpu, "tpu": _tpu}[kind].refusal(leaf, grad, spec):
+        pytest.skip("XLA updates it there")
+    check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ["lion", "nesterov", "sgd without momentum"])
+def test_one_moment_or_none_of_4_bits(kind: str, algorithm: str) -> None:
+    leaf, grad, groups = make((64, 128), algorithm=algorithm, bits=4)
+    spec = spec_of(algorithm, groups, bits=4)
+    check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
+
+
+def test_all_forms_draw_the_same_codes() -> None:
+    leaf, grad, groups = make((64, 128), bits=4)
+    made = [run(kind, leaf, grad, scalars(), spec_of("adam", groups, bits=4)) for kind in KINDS]
+    for other in made[1:]:
+        # Rounding of float32 moves few values over the edge of a code.
+        assert (other.first == made[0].first).mean() > 0.99
+        assert (other.second == made[0].second).mean() > 0.99
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_changes_where_it_is_not_to_be_kept(kind: str) -> None:
     leaf, grad, groups = make((64, 128) if kind == "gpu" else (50, 33), axis=-2)
@@ -137,7 +179,9 @@ def test_no_kernel_has_an_error_that_says_what_to_type() -> None:
     ):
         flash_update(leaf, grad, by, spec, implementation="gpu")
     random = spec_of("adam", groups, stochastic=True)
-    with pytest.raises(ValueError, match="='gpu' rounds to the nearest"):
+    with pytest.raises(
+        ValueError, match="='gpu' rounds codes of 8 bits and parameters to the nearest"
+    ):
         flash_update(leaf, grad, by, random, implementation="gpu")
     leaf, grad, groups = make((64, 128))
     spec = spec_of("adam", groups)

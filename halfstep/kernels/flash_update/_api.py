@@ -17,6 +17,7 @@ from halfstep.kernels.flash_update import _block, _cpu, _gpu, _tpu, _xla_gpu
 from halfstep.kernels.flash_update._block import SCALES
 from halfstep.kernels.flash_update._partition import (
     Flat,
+    Kind,
     alike,
     along_shards,
     explicit_sharding,
@@ -94,7 +95,10 @@ def _local(present: tuple[int, ...], spec: Spec, implementation: Implementation 
 
 def _divided(local: Flat, arrays: Sequence[HasType], present: tuple[int, ...], spec: Spec) -> Flat:
     """Return the update that a compiler divides among devices."""
-    return partitioned(local, arrays[2].shape, spec.groups, [i in SCALES for i in present])
+    kinds: list[Kind] = [
+        "scale" if i in SCALES else "packed" if i in spec.packed else "whole" for i in present
+    ]
+    return partitioned(local, arrays[2].shape, spec.groups, kinds)
 
 
 def _check(implementation: str | None, leaf: Leaf, grad: HasType, spec: Spec) -> None:

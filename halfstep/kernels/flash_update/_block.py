@@ -20,20 +20,25 @@ from halfstep.kernels.flash_update._rule import (
 )
 from halfstep.quant._codes import Code, scale_of
 from halfstep.quant._groups import SIZE, Groups
+from halfstep.quant._nibbles import packed, stored_shape, unpacked
 from halfstep.quant._split import joined, parted, widened
 
 SCALES = tuple(i for i, name in enumerate(Leaf._fields) if name.endswith("scale"))
 """The indices of the fields of a leaf that are scales."""
 
 
+_CODES = (("int8", "root8"), ("int4", "root4"))
+
+
 def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
     """Return why no kernel takes a leaf, or `None` if nothing common to all kernels forbids it."""
     if leaf.param.size == 0:
         return f"takes no empty leaf; got shape {list(leaf.param.shape)}"
-    if (spec.first_code, spec.second_code, spec.groups.size) != ("int8", "root8", SIZE):
+    codes = (spec.first_code, spec.second_code)
+    if codes not in _CODES or spec.groups.size != SIZE:
         return (
-            f"takes moments in int8 and root8, in groups of {SIZE}; got {spec.first_code}, "
-            f"{spec.second_code} and {spec.groups.size}"
+            f"takes moments in int8 and root8, or in int4 and root4, in groups of {SIZE}; got "
+            f"{spec.first_code}, {spec.second_code} and {spec.groups.size}"
         )
     widths = [array.dtype.itemsize for array in (leaf.param, grad)]
     if max(widths) > 4:
@@ -57,16 +62,25 @@ class View(NamedTuple):
         """Whether the last group is not full."""
         return self.shape[self.groups.axis] % self.groups.size != 0
 
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape of codes of which two share a byte."""
+        dims = list(self.shape)
+        dims[self.groups.axis] = self.groups.count(self.shape) * self.groups.size // 2
+        return tuple(dims)
+
     def scale_block(self, block: tuple[int, int]) -> tuple[int, int]:
         """Return the shape of the scales that belong to a block."""
         rows, cols = block
         size = self.groups.size
         return (rows // size, cols) if self.groups.axis == -2 else (rows, cols // size)
 
-    def arrays(self, leaf: Leaf) -> list[jax.Array]:
+    def arrays(self, leaf: Leaf, spec: Spec) -> list[jax.Array]:
         """Return the arrays of a leaf, in the shapes of the view."""
-        shapes = [self.scale_shape if i in SCALES else self.shape for i in leaf.present]
-        return [leaf[i].reshape(shape) for i, shape in zip(leaf.present, shapes, strict=True)]
+        shapes = dict.fromkeys(SCALES, self.scale_shape) | dict.fromkeys(
+            spec.packed, self.packed_shape
+        )
+        return [leaf[i].reshape(shapes.get(i, self.shape)) for i in leaf.present]
 
     def position(
         self, block: tuple[int, int], start: tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -116,14 +130,13 @@ def update_block(
     """
     shape = leaf.param.shape
 
-    words = chances = None
-    if spec.stochastic and at is not None:
+    words = first_chances = second_chances = None
+    if at is not None:
         at = groups.divided(at)
-        words = hashed(at, by.seed, stream=0)
-        # Convert by way of int32, which every backend converts to floats. The shift has cleared the
-        # sign.
-        top = jax.lax.bitcast_convert_type(hashed(at, by.seed, stream=1) >> 8, jnp.int32)
-        chances = top.astype(jnp.float32) * 2.0**-24
+        words = hashed(at, by.seed, stream=0) if spec.stochastic else None
+        first_chances = chances(at, by.seed, stream=2) if spec.first.bits == 4 else None
+        is_random = spec.stochastic or spec.second.bits == 4
+        second_chances = chances(at, by.seed, stream=1) if is_random else None
     root = _decoded(leaf.second, leaf.second_scale, spec.second, groups)
     old = Moments(
         joined(groups.divided(leaf.param), None if leaf.low is None else groups.divided(leaf.low)),
@@ -135,8 +148,8 @@ def update_block(
     made = Leaf(
         groups.whole(param, shape),
         None if low is None else groups.whole(low, shape),
-        *_encoded(new.first, leaf.first_scale, spec.first, groups, shape, None, nearest),
-        *_encoded(new.root, leaf.second_scale, spec.second, groups, shape, chances, nearest),
+        *_encoded(new.first, leaf.first_scale, spec.first, groups, shape, first_chances, nearest),
+        *_encoded(new.root, leaf.second_scale, spec.second, groups, shape, second_chances, nearest),
     )
     pairs = zip(made, leaf, strict=True)
     return Leaf(*(None if a is None else jnp.where(by.keep != 0, a, b) for a, b in pairs))
@@ -147,7 +160,21 @@ def _decoded(
 ) -> jax.Array | None:
     if codes is None or scale is None:
         return None
-    return code.decode(groups.divided(codes), widened(groups.aligned(scale)))
+    if code.bits == 4:
+        axis = codes.ndim + groups.axis + 1
+        halves = Groups(groups.axis, groups.size // 2).divided(codes.astype(jnp.int32))
+        codes = unpacked(halves, axis, signed=not code.is_root)
+    else:
+        codes = groups.divided(codes)
+    return code.decode(codes, widened(groups.aligned(scale)))
+
+
+def chances(at: jax.Array, seed: jax.Array, *, stream: int) -> jax.Array:
+    """Return random numbers in [0, 1) for given positions."""
+    # Convert by way of int32, which every backend converts to floats. The shift has cleared the
+    # sign.
+    top = jax.lax.bitcast_convert_type(hashed(at, seed, stream=stream) >> 8, jnp.int32)
+    return top.astype(jnp.float32) * 2.0**-24
 
 
 def _encoded(
@@ -164,6 +191,9 @@ def _encoded(
     axis = value.ndim + groups.axis
     scale = scale_of(jnp.max(jnp.abs(value), axis=axis, keepdims=True), old_scale.dtype)
     codes = code.encode(value, widened(scale), noise=noise, nearest=nearest)
+    if code.bits == 4:
+        stored = packed(codes, axis).reshape(stored_shape(shape, code, groups))
+        return stored, jnp.squeeze(scale, axis)
     return groups.whole(codes, shape), jnp.squeeze(scale, axis)
 
 
@@ -177,7 +207,7 @@ def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
     """Step a leaf in plain JAX, as one block: the reference that every kernel must agree with."""
     shape, groups = leaf.param.shape, spec.groups
     at = None
-    if spec.stochastic:
+    if spec.is_random:
         # Positions are counted as in kernels, with the padding of a last group that is not full.
         count = math.prod(groups.scale_shape(shape)) * groups.size
         at = groups.whole(jnp.arange(count, dtype=jnp.uint32), shape)

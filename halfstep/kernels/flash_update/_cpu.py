@@ -9,6 +9,8 @@ A trick keeps the compiler from merging the passes. Each pass combines the value
 with a zero that the compiler cannot know to be zero. The zero is read from the result of the
 previous pass, which also orders the passes. In addition, reductions are written as maxima of
 slices, which become loops over columns; reductions by `jnp.max` do not.
+
+Moments of 4 bits take the plain form.
 """
 
 import functools

@@ -5,7 +5,8 @@
 | groups of full size along the last axis but one, 128 n columns | this kernel |
 | groups along an earlier axis, if the axes after it have 128 n elements | this kernel |
 | groups along the last axis, partial groups, other numbers of columns | XLA (`_xla_gpu`) |
-| random rounding: Mosaic GPU has no `floor` | XLA (`_xla_gpu`) |
+| moments of 4 bits, which are always rounded at random | this kernel |
+| other random rounding | XLA (`_xla_gpu`) |
 | Ampere and Ada GPUs, JAX before 0.12, exports for an unknown GPU | XLA (`_xla_gpu`) |
 
 A block is one group of 32 rows and up to 512 columns, for the 128 threads of a warpgroup. Every
@@ -27,6 +28,7 @@ from halfstep.kernels._target import Capability
 from halfstep.kernels.flash_update._block import (
     SCALES,
     View,
+    chances,
     refusal as common_refusal,
     reshaped,
     view_of,
@@ -40,7 +42,8 @@ from halfstep.kernels.flash_update._rule import (
     leaf_of,
     updated,
 )
-from halfstep.quant._codes import scale_of
+from halfstep.quant._codes import Code, scale_of
+from halfstep.quant._nibbles import nibble
 from halfstep.quant._split import joined, parted, widened
 
 HOPPER = (9, 0)
@@ -75,7 +78,7 @@ def refusal(leaf: Leaf, grad: HasType, spec: Spec) -> str | None:
         return reason
     view = view_of(leaf.param.shape, spec.groups)
     if spec.stochastic:
-        return "rounds to the nearest, since Mosaic GPU has no `floor`; got random rounding"
+        return "rounds codes of 8 bits and parameters to the nearest; got random rounding"
     if view.groups.axis != -2 or view.is_ragged or view.shape[2] % _WIDTHS[-1]:
         return (
             f"takes full groups of {view.groups.size} rows with a multiple of {_WIDTHS[-1]} "
@@ -97,7 +100,7 @@ def update(
         interpret: Whether to run the kernel as JAX, on any machine.
     """
     view = view_of(leaf.param.shape, spec.groups)
-    arrays = view.arrays(leaf)
+    arrays = view.arrays(leaf, spec)
     grad = grad.reshape(view.shape)
     width = next(width for width in _WIDTHS if view.shape[2] % width == 0)
     grid = (view.shape[0], view.shape[1] // view.groups.size, view.shape[2] // width)
@@ -151,6 +154,9 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
     from jax.experimental import pallas as pl
 
     size = view.groups.size
+    # Where two codes share a byte, a turn of the loop takes two rows: one of each half of a group.
+    parts = 2 if spec.packed else 1
+    turns = size // parts
 
     def block(
         place: tuple[jax.Array, ...],
@@ -167,15 +173,26 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
             None if ref is None else widened(ref[lead, group, columns]) for ref in _scales(old)
         ]
 
-        def row(number: jax.Array) -> tuple[Any, ...]:
-            return lead, group * size + number, columns
+        def row(number: jax.Array, part: int = 0) -> tuple[Any, ...]:
+            return lead, group * size + number + part * turns, columns
 
-        def stepped(number: jax.Array, *, moments_only: bool) -> Moments:
-            here, value, first, second = row(number), None, None, None
+        def bytes_at(number: jax.Array) -> tuple[Any, ...]:
+            return lead, group * turns + number, columns
+
+        def codes(ref: jax.Ref, code: Code, number: jax.Array, part: int) -> jax.Array:
+            if code.bits == 8:
+                return ref[row(number)]
+            both = ref[bytes_at(number)].astype(jnp.int32)
+            return nibble(both, part, signed=not code.is_root)
+
+        def stepped(number: jax.Array, part: int, *, moments_only: bool) -> Moments:
+            here, value, first, second = row(number, part), None, None, None
             if old.first is not None:
-                first = spec.first.decode(old.first[here], scales[0])
+                found = codes(old.first, spec.first, number, part)
+                first = spec.first.decode(found, scales[0])
             if old.second is not None:
-                root = spec.second.decode(old.second[here], scales[1])
+                found = codes(old.second, spec.second, number, part)
+                root = spec.second.decode(found, scales[1])
                 second = root * root
             if moments_only and not spec.coupled:
                 # The first pass does not read the parameter: the moments depend on it only if
@@ -186,13 +203,49 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
             return updated(Moments(value, first, second), widened(grad_ref[here]), by, spec)
 
         def largest(number: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-            made = stepped(number, moments_only=True)
-            values = [x for x in (made.first, made.root) if x is not None]
-            return [jnp.maximum(m, jnp.abs(x)) for m, x in zip(found, values, strict=True)]
+            for part in range(parts):
+                made = stepped(number, part, moments_only=True)
+                values = [x for x in (made.first, made.root) if x is not None]
+                found = [jnp.maximum(m, jnp.abs(x)) for m, x in zip(found, values, strict=True)]
+            return found
 
         def write(number: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
-            here = row(number)
-            values = stepped(number, moments_only=False)
+            # All parts are computed before any is written: the codes of two lie in one byte.
+            every = [stepped(number, part, moments_only=False) for part in range(parts)]
+            for part, values in enumerate(every):
+                write_param(row(number, part), values)
+            if every[0].first is not None:
+                moments = [values.first for values in every]
+                write_codes(new.first, spec.first, number, moments, widened(made[0]), stream=2)
+            if every[0].root is not None:
+                moments = [values.root for values in every]
+                write_codes(new.second, spec.second, number, moments, widened(made[1]), stream=1)
+            return made
+
+        def write_codes(
+            ref: jax.Ref,
+            code: Code,
+            number: jax.Array,
+            values: list[Any],
+            scale: jax.Array,
+            *,
+            stream: int,
+        ) -> None:
+            if code.bits == 8:
+                ref[row(number)] = code.encode(values[0], scale)
+                return
+            found = [
+                code.encode(value, scale, noise=drawn(number, part, stream)).astype(jnp.int32) & 15
+                for part, value in enumerate(values)
+            ]
+            ref[bytes_at(number)] = (found[0] | (found[1] << 4)).astype(jnp.uint8)
+
+        def drawn(number: jax.Array, part: int, stream: int) -> jax.Array:
+            at = (lead * view.shape[1] + group * size + number + part * turns) * view.shape[2]
+            place = at + column * width + jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
+            return chances(place.astype(jnp.uint32), by.seed.astype(jnp.int32), stream=stream)
+
+        def write_param(here: tuple[Any, ...], values: Moments) -> None:
             # `parted` uses only the dtypes of the old arrays.
             like: list[Any] = [
                 None if r is None else jnp.zeros(width, r.dtype) for r in (new.param, new.low)
@@ -201,20 +254,15 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
             new.param[here] = param
             if low is not None:
                 new.low[here] = low
-            if values.first is not None:
-                new.first[here] = spec.first.encode(values.first, widened(made[0]))
-            if values.root is not None:
-                new.second[here] = spec.second.encode(values.root, widened(made[1]))
-            return made
 
         # A step that is not kept writes nothing, since the leaf is updated in place.
         @pl.when(by.keep != 0)
         def _() -> None:
             refs = [scale for scale in _scales(new) if scale is not None]
             zeros = [jnp.zeros(width, jnp.float32) for _ in refs]
-            found = jax.lax.fori_loop(0, size, largest, zeros) if refs else zeros
+            found = jax.lax.fori_loop(0, turns, largest, zeros) if refs else zeros
             made = [scale_of(m, ref.dtype) for m, ref in zip(found, refs, strict=True)]
-            jax.lax.fori_loop(0, size, write, made)
+            jax.lax.fori_loop(0, turns, write, made)
             for ref, scale in zip(refs, made, strict=True):
                 ref[lead, group, columns] = scale
 

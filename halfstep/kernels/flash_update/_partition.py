@@ -6,6 +6,7 @@ from another.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -85,8 +86,13 @@ def along_shards(
     return divided(*arrays)
 
 
+Kind = Literal["whole", "scale", "packed"]
+"""How an array of a leaf has the axis of groups: all of it, a scale for each group, or two codes in
+a byte."""
+
+
 def partitioned(
-    update: Flat, shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
+    update: Flat, shape: tuple[int, ...], groups: Groups, kinds: Sequence[Kind]
 ) -> Flat:
     """Return an update that runs on the devices that hold the leaf.
 
@@ -94,14 +100,14 @@ def partitioned(
         update: The update.
         shape: The shape of the leaf.
         groups: How the leaf is divided into groups.
-        is_scale: Whether each array of the leaf is a scale.
+        kinds: How each array of the leaf has the axis of groups.
     """
 
     def infer(
         mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: object
     ) -> list[NamedSharding]:
         del results
-        return [_aligned(mesh, args[2].sharding, shape, groups)] * len(is_scale)
+        return [_aligned(mesh, args[2].sharding, shape, groups)] * len(kinds)
 
     def divide(
         mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: object
@@ -110,7 +116,7 @@ def partitioned(
         return mesh, update, arrays, (args[0].sharding, arrays[0], *arrays)
 
     def rule(*_: object) -> tuple[str, dict[str, int | tuple[str, ...]]]:
-        return _rule(shape, groups, is_scale)
+        return _rule(shape, groups, kinds)
 
     made = custom_partitioning(update)
     made.def_partition(divide, infer_sharding_from_operands=infer, sharding_rule=rule)
@@ -135,23 +141,29 @@ def _aligned(
 
 
 def _rule(
-    shape: tuple[int, ...], groups: Groups, is_scale: Sequence[bool]
+    shape: tuple[int, ...], groups: Groups, kinds: Sequence[Kind]
 ) -> tuple[str, dict[str, int | tuple[str, ...]]]:
     """Return the rule for Shardy: the arrays of a leaf are divided alike, but never within a group.
 
     An axis of full groups is written as a product of two factors, `(axis within)`; scales have the
-    first of them. The factor `within` is replicated, so that a group stays on one device.
+    first of them, and packed codes have `(axis half)`. The factors `within` and `half` are
+    replicated, so that a group stays on one device.
     """
     names = [f"axis{i}" for i in range(len(shape))]
-    leaf, scale = list(names), list(names)
+    leaf, scale, halves = list(names), list(names), list(names)
+    is_packed = "packed" in kinds
     fixed = ("scalars",)
     sizes: dict[str, int] = {}
     if shape[groups.axis] % groups.size:
-        leaf[groups.axis], scale[groups.axis] = "ragged", "parts"
-        fixed = ("scalars", "ragged", "parts")
+        leaf[groups.axis], scale[groups.axis], halves[groups.axis] = "ragged", "parts", "pairs"
+        fixed = ("scalars", "ragged", "parts", *(("pairs",) if is_packed else ()))
     else:
         leaf[groups.axis] = f"({names[groups.axis]} within)"
+        halves[groups.axis] = f"({names[groups.axis]} half)"
         fixed, sizes = ("scalars", "within"), {"within": groups.size}
-    arrays = [" ".join(scale if one else leaf) for one in is_scale]
+        if is_packed:
+            fixed, sizes = (*fixed, "half"), {**sizes, "half": groups.size // 2}
+    forms = {"whole": leaf, "scale": scale, "packed": halves}
+    arrays = [" ".join(forms[kind]) for kind in kinds]
     text = f"scalars, {', '.join([' '.join(leaf), *arrays])} -> {', '.join(arrays)}"
     return text, {**sizes, "need_replication_factors": fixed}

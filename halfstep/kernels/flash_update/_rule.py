@@ -86,9 +86,21 @@ class Spec:
     first_code: str = "int8"
     second_code: str = "root8"
     stochastic: bool = False
-    """Whether the second moment and a split of 8 bits are rounded at random."""
+    """Whether the second moment and a split of 8 bits are rounded at random. Codes of 4 bits always
+    are."""
     coupled: bool = False
     """Whether weight decay is added to the gradient and not to the step."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything is rounded at random."""
+        return self.stochastic or 4 in (self.first.bits, self.second.bits)
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """The indices of the fields of a leaf in which two codes share a byte."""
+        fields = zip(("first", "second"), (self.first, self.second), strict=True)
+        return tuple(Leaf._fields.index(name) for name, code in fields if code.bits == 4)
 
     @property
     def first(self) -> Code:

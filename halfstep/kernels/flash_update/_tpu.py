@@ -4,7 +4,7 @@
 |---|---|
 | two or more axes, groups along the last but one, full or not | this kernel |
 | the same with master_bits of 24, 32 or none, bfloat16 or float32 parameters | this kernel |
-| bfloat16 or float32 gradients | this kernel |
+| bfloat16 or float32 gradients, moments of 8 or 4 bits | this kernel |
 | float16 gradients or parameters, which Mosaic cannot load | XLA |
 | groups along the last axis: Mosaic cannot divide lanes into 32 and 32 | XLA |
 | groups along an axis before the last two: merging the axes after it would copy the leaf | XLA |
@@ -81,7 +81,7 @@ def update(
             first = pl.multiple_of(number * width, width)
             here = (slice(None), pl.ds(first, width))
             block = [
-                ref[here] if i in SCALES else _inside(ref[here], inside)
+                ref[here] if i in (*SCALES, *spec.packed) else _inside(ref[here], inside)
                 for i, ref in zip(present, refs[: len(present)], strict=True)
             ]
             new = update_block(
@@ -99,10 +99,12 @@ def update(
         # vector, and a program of half a megabyte takes memory too.
         jax.lax.fori_loop(0, cols // width, part, None)
 
-    arrays = view.arrays(leaf)
+    arrays = view.arrays(leaf, spec)
     of_block = pl.BlockSpec((None, rows, cols), lambda *at: at)
     of_scale = pl.BlockSpec((None, *scales), lambda *at: at)
-    specs = [of_scale if i in SCALES else of_block for i in present]
+    of_packed = pl.BlockSpec((None, rows // 2, cols), lambda *at: at)
+    shaped = dict.fromkeys(SCALES, of_scale) | dict.fromkeys(spec.packed, of_packed)
+    specs = [shaped.get(i, of_block) for i in present]
     made = pl.pallas_call(
         kernel,
         [jax.typeof(array) for array in arrays],

@@ -24,9 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax.lax import bitcast_convert_type
 
+from halfstep.kernels.flash_update._block import chances
 from halfstep.kernels.flash_update._rule import Leaf, Moments, Scalars, Spec, hashed, updated
-from halfstep.quant._codes import scale_of
+from halfstep.quant._codes import Code, scale_of
 from halfstep.quant._groups import Groups
+from halfstep.quant._nibbles import packed, stored_shape, unpacked
 from halfstep.quant._split import joined, parted, widened, word_dtype, words
 
 
@@ -48,11 +50,12 @@ def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
         return jnp.where(keep, value, old)
 
     moments = new(0)
-    bits = chances = None
-    if spec.stochastic:
+    bits = first_chances = second_chances = None
+    if spec.is_random:
         at = _position(leaf.param.shape, spec.groups)
-        bits = hashed(at, by.seed, stream=0)
-        chances = (hashed(at, by.seed, stream=1) >> 8).astype(jnp.float32) * 2.0**-24
+        bits = hashed(at, by.seed, stream=0) if spec.stochastic else None
+        first_chances = chances(at, by.seed, stream=2) if spec.first.bits == 4 else None
+        second_chances = chances(at, by.seed, stream=1)
     param = stored(parted(new(1).value, leaf.param, leaf.low, bits)[0], leaf.param)
     low = first = first_scale = second = second_scale = None
     if leaf.low is not None:
@@ -60,11 +63,13 @@ def update(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Leaf:
     if leaf.first is not None:
         first_scale = _scale(moments.first, leaf.first_scale, spec.groups, keep)
         wide = _spread(first_scale, grad, spec.groups)
-        first = stored(spec.first.encode(new(3).first, wide), leaf.first)
+        codes = spec.first.encode(new(3).first, wide, noise=first_chances)
+        first = stored(_packed(codes, spec.first, spec.groups), leaf.first)
     if leaf.second is not None:
         second_scale = _scale(moments.root, leaf.second_scale, spec.groups, keep)
         wide = _spread(second_scale, grad, spec.groups)
-        second = stored(spec.second.encode(new(4).root, wide, noise=chances), leaf.second)
+        codes = spec.second.encode(new(4).root, wide, noise=second_chances)
+        second = stored(_packed(codes, spec.second, spec.groups), leaf.second)
     return Leaf(param, low, first, first_scale, second, second_scale)
 
 
@@ -72,9 +77,11 @@ def _stepped(leaf: Leaf, grad: jax.Array, by: Scalars, spec: Spec) -> Moments:
     """Decode a leaf and compute its values after the step. XLA drops unused values."""
     first = second = None
     if leaf.first is not None:
-        first = spec.first.decode(leaf.first, _spread(leaf.first_scale, grad, spec.groups))
+        codes = _codes(leaf.first, spec.first, grad.shape, spec.groups)
+        first = spec.first.decode(codes, _spread(leaf.first_scale, grad, spec.groups))
     if leaf.second is not None:
-        root = spec.second.decode(leaf.second, _spread(leaf.second_scale, grad, spec.groups))
+        codes = _codes(leaf.second, spec.second, grad.shape, spec.groups)
+        root = spec.second.decode(codes, _spread(leaf.second_scale, grad, spec.groups))
         second = root * root
     return updated(Moments(joined(leaf.param, leaf.low), first, second), widened(grad), by, spec)
 
@@ -102,6 +109,23 @@ def _spread(scale: jax.Array, grad: jax.Array, groups: Groups) -> jax.Array:
     wide = jnp.broadcast_to(wide, (*wide.shape[: axis + 1], groups.size, *wide.shape[axis + 2 :]))
     mask = words(grad).astype(word_dtype(scale.dtype))
     return widened(_masked(groups.whole(wide, grad.shape), mask))
+
+
+def _codes(stored: jax.Array, code: Code, shape: tuple[int, ...], groups: Groups) -> jax.Array:
+    """Return one code for each element."""
+    if code.bits == 8:
+        return stored
+    halves = Groups(groups.axis, groups.size // 2).divided(stored)
+    both = unpacked(halves, stored.ndim + groups.axis + 1, signed=not code.is_root)
+    return groups.whole(both, shape)
+
+
+def _packed(codes: jax.Array, code: Code, groups: Groups) -> jax.Array:
+    """Undo `_codes`."""
+    if code.bits == 8:
+        return codes
+    made = packed(groups.divided(codes), codes.ndim + groups.axis + 1)
+    return made.reshape(stored_shape(codes.shape, code, groups))
 
 
 def _copy(value: jax.Array, number: int) -> jax.Array:
