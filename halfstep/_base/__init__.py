@@ -51,6 +51,7 @@ from halfstep._base.options import (
 from halfstep._base.private_jax import (
     OWN_FOLDER as OWN_FOLDER,
     Traceback as Traceback,
+    answer_partitioner as answer_partitioner,
     is_compiling as is_compiling,
     lines_of_backward_functions as lines_of_backward_functions,
 )

@@ -6,6 +6,7 @@
 import contextlib
 import os
 import sys
+import types
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,3 +97,49 @@ def is_compiling(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def answer_partitioner(key: str, mesh: Any, partition: Any, operands: int) -> object:
+    """Set how XLA's partitioner divides the custom calls of a name.
+
+    `jax.custom_partitioning` does the same, but only for programs that are lowered and compiled in
+    one process, on devices that are known: it names its calls by the address of an object.
+
+    Args:
+        key: The name, which is the custom call's `backend_config`.
+        mesh: The mesh that the program runs on.
+        partition: What `custom_partitioning` calls `partition`.
+        operands: How many operands the custom call has.
+
+    Returns:
+        An object: the answer is forgotten when nothing refers to it anymore. `None` if JAX has
+        changed how it finds answers.
+    """
+    from jax.experimental import custom_partitioning as public
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    module: Any = sys.modules.get(public.custom_partitioning.__module__)
+    try:
+        answers, make = getattr(module, "_sharding_callbacks"), module._ShardingCallbackInfo  # noqa: B009
+        parse = module.sharding_impls.parse_flatten_op_sharding
+    except AttributeError:
+        return None
+
+    def named(sharding: Any, ndim: int) -> NamedSharding:
+        try:
+            parts = [] if sharding is None else list(parse(sharding, mesh)[0])
+        except Exception:
+            # A part of an axis has no name. What is divided like this is gathered.
+            parts = []
+        return NamedSharding(mesh, PartitionSpec(*parts, *[None] * (ndim - len(parts))))
+
+    # Programs may be lowered for one mesh several times, and compiled later, in any order.
+    found = answers.get(key.encode())
+    if found is not None:
+        return found
+    leaf = jax.tree.structure(0)
+    context = types.SimpleNamespace(platforms=("cuda",), backend=None)
+    ins = jax.tree.structure((0,) * operands)
+    made = make(None, partition, named, ins, leaf, None, context, mesh, ())
+    answers[key.encode()] = made
+    return made

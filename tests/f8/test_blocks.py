@@ -148,7 +148,7 @@ def test_kernel_is_divided_by_hand_only(mesh: jax.sharding.Mesh):
 
 
 def test_several_devices_multiply_decoded_factors(mesh: jax.sharding.Mesh):
-    """XLA's partitioner fails on the operation."""
+    """XLA's partitioner fails on the operation. Here, it is not known which GPUs they are."""
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     assert "scaled_dot" not in lowered((MX, MX), "cuda", out_shardings=whole)
 

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import halfstep
-from halfstep._autocast.f8 import blocks
+from halfstep._autocast.f8 import blocks, shards
 from halfstep._preflight import ACCELERATORS, Product
 from halfstep._preflight.hlo.analysis import analyze
 from halfstep._preflight.hlo.products import f8_count
@@ -343,6 +344,112 @@ def test_blocks_of_128_elsewhere():
         (entry,) = compiled(target, "f8-block").entries
         assert {product.lhs.partition("[")[0] for product in entry.products or ()} == {"bfloat16"}
         assert all("halfstep_rounded" in product.name for product in entry.products or ())
+
+
+def sharded(policy: str, weights: P, *, width: int = 256, kind: AxisType = AxisType.Auto) -> Any:
+    """The step over 8 GPUs: its batch is divided, and its weights are divided as is said."""
+    params = {
+        "up": jax.ShapeDtypeStruct((width, 512), jnp.float32),
+        "down": jax.ShapeDtypeStruct((512, width), jnp.float32),
+    }
+    # With fewer rows, XLA gathers activations instead of weights.
+    x = jax.ShapeDtypeStruct((8192, width), jnp.float32)
+    recipe = halfstep.RECIPES.get(policy)
+    state = None
+    if recipe is not None and recipe.needs_state:
+        state = recipe.init(loss, params, x, calibrate=False, key=jax.random.key(0))
+
+    def wanted(params: Any, x: Any) -> Any:
+        if kind is AxisType.Explicit:
+            params = jax.sharding.reshard(params, P())
+        return loss(params, x)
+
+    def step(state: Any, params: Any, x: Any) -> Any:
+        *_, grads = halfstep.filter_grad(wanted, state, policy=policy)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+
+    report = halfstep.preflight(
+        step,
+        (state, params, x),
+        targets="b200:8",
+        mesh=AbstractMesh((8,), ("data",), axis_types=(kind,)),
+        shardings=(P(), {"up": weights, "down": weights}, P("data")),
+        donate_argnums=1,
+    )
+    return report["b200:8"]
+
+
+def gathered(entry: Any) -> dict[str, int]:
+    return {c.dtype: c.bytes for c in entry.collectives if c.kind == "all-gather"}
+
+
+@pytest.mark.parametrize("policy", ["mxfp8", "nvfp4"])
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_are_multiplied_with_their_scales_on_several_b200s(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Two products forward, and three backward: the batch has no gradient."""
+    need("cuda")
+    entry = sharded(policy, P("data"))
+    assert entry.f8 is not None
+    products = [product for product in entry.products if product.of_recipe]
+    assert sum(product.count for product in products) == 5
+    assert all(product.in_f8 for product in products)
+    assert entry.hlo.count('custom_call_target="__cudnn$blockScaledDot"') == 5
+    # Three of these products take weights, and gather them as they are multiplied.
+    elements = 3 * 256 * 512
+    size, of_scales = (1.0, "float8_e8m0fnu") if policy == "mxfp8" else (0.5, "float8_e4m3fn")
+    scales = elements // (32 if policy == "mxfp8" else 16)
+    # Two elements of 4 bits are gathered as a byte.
+    of_elements = "float8_e4m3fn" if policy == "mxfp8" else "int8"
+    assert gathered(entry) == {of_elements: size * elements, of_scales: scales}
+    # Decoded factors are gathered and multiplied in 16 bits.
+    monkeypatch.setattr(shards, "is_known", lambda *_: False)
+    entry = sharded(policy, P("data"))
+    products = [product for product in entry.products if product.of_recipe]
+    assert not any(product.in_f8 for product in products)
+    assert "bfloat16" in gathered(entry)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_over_explicit_axes():
+    need("cuda")
+    entry = sharded("mxfp8", P("data"), kind=AxisType.Explicit)
+    assert entry.hlo.count('custom_call_target="__cudnn$blockScaledDot"') == 5
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_inside_a_shard_map():
+    need("cuda")
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def part(params: Any, x: Any) -> Any:
+        grads = halfstep.filter_grad(loss, policy="mxfp8")(params, x)[2]
+        return jax.lax.pmean(grads, "data")
+
+    params = {
+        "up": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+        "down": jax.ShapeDtypeStruct((512, 256), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+    report = halfstep.preflight(
+        jax.shard_map(part, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False),
+        (params, x),
+        targets="b200:8",
+        mesh=mesh,
+        shardings=(P(), P("data")),
+    )
+    assert report["b200:8"].hlo.count('custom_call_target="__cudnn$blockScaledDot"') == 5
+    report.check(f8=1.0)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_are_not_cut():
+    """Rows of 128 elements are 4 blocks of 32, and their weights are divided over 8 devices."""
+    need("cuda")
+    entry = sharded("mxfp8", P("data"), width=128)
+    assert entry.hlo.count('custom_call_target="__cudnn$blockScaledDot"') == 5
 
 
 @pytest.mark.slow

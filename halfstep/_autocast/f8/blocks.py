@@ -9,12 +9,16 @@ elements and scales from memory, and multiply in 16 bits.
 Blocks of 128 elements in 8 bits are large enough to be scaled between two products. On Hopper, a
 kernel does so (`block_product`). On Blackwell such a block is four blocks of 32 with equal scales.
 
+Over several Blackwell GPUs, each of them multiplies its part with the operation of `shards`.
+
 Everywhere else the factors are decoded to the compute dtype and multiplied, which is the same
 product: an element has at most 4 significant bits, a scale too, and the compute dtype holds their
 product exactly.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +28,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from halfstep._autocast.f8 import shards
+from halfstep._base import answer_partitioner
 from halfstep._policy import Factor
 from halfstep.kernels import block_product
 from halfstep.kernels._target import capability_of, is_divided
@@ -32,7 +38,8 @@ from halfstep.quant._scaled import Blocks, decoded, scale_of_rows
 # `[batch, row, element]` of both factors: rows are multiplied with rows.
 _DIMENSIONS = (((2,), (2,)), ((0,), (0,)))
 _MICROSCALED, _TWO_LEVEL = 32, 16
-_BLACKWELL = (10, 0)
+# The compute capability of data-center Blackwell begins with this number.
+_BLACKWELL = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +142,6 @@ def _scaled(
     if _size(first, of_first) == block_product.BLOCK:
         times = block_product.BLOCK // _MICROSCALED
         of_first, of_second = (jnp.repeat(scale, times, axis=-1) for scale in (of_first, of_second))
-    # The operation accumulates in float32, and returns this or bfloat16.
-    out = form.out if form.out == jnp.bfloat16 else np.dtype(np.float32)
     with jax.named_scope(form.native):
         made = jax.lax.scaled_dot(
             first,
@@ -144,7 +149,7 @@ def _scaled(
             lhs_scale=of_first,
             rhs_scale=of_second,
             dimension_numbers=_DIMENSIONS,
-            preferred_element_type=out,
+            preferred_element_type=_native_out(form),
         )
     return made.astype(form.out)
 
@@ -159,6 +164,11 @@ def _by_kernel(
 def _size(elements: jax.Array | ShapedArray, scale: jax.Array | ShapedArray) -> int:
     """Return how many elements share a scale."""
     return elements.shape[-1] // scale.shape[-1]
+
+
+def _native_out(form: _Form) -> np.dtype:
+    # The operation accumulates in float32, and returns this or bfloat16.
+    return form.out if form.out == jnp.bfloat16 else np.dtype(np.float32)
 
 
 def _abstract(
@@ -193,19 +203,67 @@ def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *values: Any, form: _Form) -> A
     # XLA's partitioner cannot divide a scaled operation over several devices.
     devices = getattr(ctx.module_context.axis_context, "num_devices", None)
     avals: Any = ctx.avals_in
-    if _size(*avals[:2]) != block_product.BLOCK:
-        lower = _lower_scaled if devices == 1 else _lower_decoded
-        return lower(ctx, *values, form=form)
-    # It cannot divide a kernel either. Inside `shard_map` there is nothing to divide.
-    capability = capability_of(ctx)
-    lower = _lower_decoded
-    if capability is not None and capability >= _BLACKWELL and devices == 1:
-        lower = _lower_scaled
-    elif block_product.refusal(avals, capability) is None and not is_divided(ctx):
-        lower = _lower_kernel
+    if _size(*avals[:2]) == block_product.BLOCK:
+        lower = _lower_large(ctx, is_alone=devices == 1)
+    else:
+        lower = _lower_scaled if devices == 1 else _lower_on_gpus(ctx)
     return lower(ctx, *values, form=form)
 
 
+def _lower_large(ctx: mlir.LoweringRuleContext, *, is_alone: bool) -> Any:
+    """Return how a product of blocks of 128 is lowered for GPUs."""
+    avals: Any = ctx.avals_in
+    capability = capability_of(ctx)
+    if capability is not None and capability[0] >= _BLACKWELL and is_alone:
+        return _lower_scaled
+    # XLA cannot divide a kernel. Inside `shard_map` there is nothing to divide.
+    if block_product.refusal(avals, capability) is None and not is_divided(ctx):
+        return _lower_kernel
+    return _lower_decoded
+
+
+def _lower_on_gpus(ctx: mlir.LoweringRuleContext) -> Any:
+    """Return how a product is lowered for several GPUs."""
+    avals: Any = ctx.avals_in
+    capability = capability_of(ctx)
+    if capability is None or capability[0] != _BLACKWELL or not shards.is_known(avals):
+        return _lower_decoded
+    if not is_divided(ctx):
+        return _lower_alone
+    # GSPMD, JAX's partitioner of old, does not ask.
+    is_asked = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    sizes = shards.sizes_of(ctx.module_context) if is_asked else ()
+    answers = [_answer(sizes, out) for out in shards.RESULTS] if sizes else [None]
+    if None in answers:
+        return _lower_decoded
+    # An exported program cannot keep anything of this process: preflight's worker has answers.
+    if not ctx.module_context.lowering_parameters.for_export:
+        for answer in answers:
+            ctx.module_context.add_keepalive(answer)
+    return _lower_divided
+
+
+def _answer(sizes: Sequence[int], out: str) -> object:
+    partition = functools.partial(shards.partition, out)
+    return answer_partitioner(shards.key(sizes, out), shards.mesh_of(sizes), partition, 4)
+
+
+def _multiplied(primitive: Primitive) -> Callable[..., jax.Array]:
+    """Return a product by an operation with scales."""
+
+    def multiplied(*operands: jax.Array, form: _Form) -> jax.Array:
+        with jax.named_scope(form.native):
+            return primitive.bind(*operands, out=_native_out(form)).astype(form.out)
+
+    return multiplied
+
+
+# The product of all devices, which XLA divides. Each device's own is `shards.product`.
+_divided = Primitive("halfstep_divided_blocks")
+_divided.def_abstract_eval(shards.abstract)
+mlir.register_lowering(_divided, shards.lower_divided, platform="cuda")
+_lower_divided = mlir.lower_fun(_multiplied(_divided), multiple_results=False)
+_lower_alone = mlir.lower_fun(_multiplied(shards.product), multiple_results=False)
 _blocks.def_impl(_decoded)
 _blocks.def_abstract_eval(_abstract)
 batching.primitive_batchers[_blocks] = _batch

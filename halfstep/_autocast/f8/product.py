@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
+from jax.sharding import NamedSharding
 
 from halfstep._autocast.f8 import blocks
 from halfstep._autocast.f8.dimensions import (
@@ -187,11 +188,19 @@ class RecipeProduct:
                 )
             if slot is not None:
                 seen.append(observed(value, first, factor, roles))
-        made = self._product(stored, operands[2:])
+        made = self._product(stored, operands[2:], self._sharding(operands))
         if slot is not None:
             # The activation comes first, then the weight.
             seen = [seen[1 - self.weight], seen[self.weight]]
         return made, (kept[0], kept[1]), seen
+
+    def _sharding(self, operands: Sequence[jax.Array]) -> NamedSharding | None:
+        """Return how the result is divided, over explicit axes of a mesh."""
+        if not (self._is_dot and any(explicit_sharding(jax.typeof(v)) for v in operands)):
+            return None
+        options = dict(self.options)
+        made = jax.eval_shape(lambda *values: self.contraction.bind(*values, **options), *operands)
+        return explicit_sharding(made)
 
     def later(self, place: int) -> Factor | None:
         """Return how a factor is encoded for the leg that computes the other one's gradient."""
@@ -200,10 +209,12 @@ class RecipeProduct:
             return None
         return leg[1] if place == self.weight else leg[0]
 
-    def _product(self, factors: Sequence[Any], rest: Sequence[Any]) -> Any:
+    def _product(
+        self, factors: Sequence[Any], rest: Sequence[Any], sharding: NamedSharding | None
+    ) -> Any:
         forward = self.recipe.forward
         ways = [forward[int(place == self.weight)] for place in (0, 1)]
-        made = self._of_blocks(factors, ways, self.out_shape, self.out)
+        made = self._of_blocks(factors, ways, self.out_shape, self.out, sharding)
         if made is not None:
             return made
         direct = self._is_direct(factors)
@@ -242,6 +253,7 @@ class RecipeProduct:
         ways: Sequence[Factor | None],
         shape: Sequence[Any],
         out: np.dtype,
+        sharding: NamedSharding | None,
     ) -> jax.Array | None:
         """Return the product of two factors in blocks, if some hardware has units for it.
 
@@ -250,6 +262,7 @@ class RecipeProduct:
             ways: How they are encoded.
             shape: The result's shape: shared dimensions, the first factor's own, the second's own.
             out: The dtype of the result.
+            sharding: How the result is divided, over explicit axes of a mesh.
         """
         first, second = factors
         if not (self._is_dot and isinstance(first, Blocks) and isinstance(second, Blocks)):
@@ -257,20 +270,25 @@ class RecipeProduct:
         of_first, of_second = ways
         if of_first is None or of_second is None or not blocks.has_units(of_first, of_second):
             return None
-        # Over explicit axes of a mesh the result's sharding has to be said, and factors are decoded
-        # in any case.
-        if any(explicit_sharding(jax.typeof(factor.elements)) for factor in factors):
-            return None
-        made = blocks.multiply(
-            first,
-            second,
-            of_first,
-            of_second,
-            compute=self.compute,
-            out=_accumulator(out),
-            scopes=(ELEMENTS, ROUNDED),
-        )
-        return made.reshape(tuple(shape)).astype(out)
+
+        def multiply(first: Blocks, second: Blocks) -> jax.Array:
+            made = blocks.multiply(
+                first,
+                second,
+                of_first,
+                of_second,
+                compute=self.compute,
+                out=_accumulator(out),
+                scopes=(ELEMENTS, ROUNDED),
+            )
+            return made.reshape(tuple(shape)).astype(out)
+
+        if sharding is not None:
+            # Over explicit axes of a mesh the result's sharding has to be said. How the product
+            # itself is divided is left to the compiler, as over other axes.
+            over_auto: Any = jax.sharding.auto_axes(multiply, out_sharding=sharding)
+            return over_auto(first, second)
+        return multiply(first, second)
 
     def _is_direct(self, factors: Sequence[Any]) -> bool:
         """Return whether the elements can be multiplied, and the result be scaled."""
@@ -332,6 +350,7 @@ class RecipeProduct:
             [factor, self.later(1 - place)],
             [self.shapes[place][axis] for axis in axes],
             self.gradients[place],
+            divided(like, axes),
         )
         if made is not None:
             # A transpose that becomes part of a product of decoded factors gives it its name.

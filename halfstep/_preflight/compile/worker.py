@@ -59,6 +59,42 @@ def topology(request: dict[str, Any]) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **bounds)
 
 
+def answer_partitioner(mesh: Any) -> list[object]:
+    """Set how products of blocks are divided over a mesh, and return what has to be kept alive.
+
+    XLA's partitioner asks while it compiles. The functions that answer need nothing but JAX, and
+    their files are loaded without the rest of the package.
+    """
+    import functools
+
+    package = pathlib.Path(__file__).parents[2]
+    shards = _loaded(package / "_autocast" / "f8" / "shards.py")
+    private = _loaded(package / "_base" / "private_jax.py")
+    sizes = shards.refined(tuple(mesh.shape.values()))
+    return [
+        private.answer_partitioner(
+            shards.key(sizes, out),
+            shards.mesh_of(sizes),
+            functools.partial(shards.partition, out),
+            4,
+        )
+        for out in shards.RESULTS
+    ]
+
+
+def _loaded(file: pathlib.Path) -> Any:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(f"halfstep_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is a file of this package, and cannot be loaded.")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up the module that they are defined in.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], str]:
     """Return the compiler's figures, and the optimized program as text."""
     import jax
@@ -91,8 +127,10 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
     ]
     # Donation is set here, by the positions of flat arrays: the program was exported from a
     # function that donates nothing.
+    kept = answer_partitioner(mesh) if request["platform"] == "cuda" else []
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
     compiled = jitted.lower(*arguments).compile()
+    del kept
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     # XLA:GPU returns `None` without a GPU, and some versions of JAX return a list with one
