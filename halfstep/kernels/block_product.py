@@ -35,7 +35,7 @@ JAX = (0, 12)
 _HOPPER = 9
 _WARPGROUPS = 2
 _ROWS = BLOCK // _WARPGROUPS
-# Copies move pieces of 8 rows and 32, 64 or 128 bytes, of which arrays have to consist.
+# Copies move pieces of 8 rows and 32, 64 or 128 bytes. Arrays must consist of whole pieces.
 _PIECE_ROWS, _PIECE_COLUMNS = 8, 16
 _PIECE_BYTES = (128, 64, 32)
 # Blocks in shared memory at once. Four of both factors take 128 KiB of the 227 that there are, and
