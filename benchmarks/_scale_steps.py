@@ -113,6 +113,19 @@ def prepared(prepare: Callable[..., Any], params: Any) -> Any:
     return jax.eval_shape(optim.sharded(prepare, params), params)
 
 
+def explicit(tree: Any) -> Any:
+    """The same shapes, divided alike, on a mesh with explicit axes."""
+
+    def of(leaf: Any) -> Any:
+        old = leaf.sharding.mesh
+        kinds = (AxisType.Explicit,) * len(old.axis_names)
+        mesh = AbstractMesh(old.axis_sizes, old.axis_names, axis_types=kinds)
+        where = NamedSharding(mesh, leaf.sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(of, tree)
+
+
 def beside(state: Any, params: Any) -> Any:
     """A state's shapes with shardings that follow those of the parameters."""
     return jax.tree.map(

@@ -227,7 +227,13 @@ def run(
 ) -> int:
     """The command: where the report comes from, and where it goes."""
     add_sources(options, drawn="the curves", quick="tiny models, twenty steps, one seed")
-    parsed = options.parse_args(argv)
+    return finish(options.parse_args(argv), make, bar_percent=bar_percent)
+
+
+def finish(
+    parsed: argparse.Namespace, make: Callable[[bool], dict[str, Any]], *, bar_percent: float
+) -> int:
+    """Make or read the report; write, draw and print it."""
     made = read_or_make(parsed, lambda: make(parsed.quick))
     made["bar_percent"] = bar_percent
     write(made, parsed.json)
