@@ -1,5 +1,6 @@
 """Islands: what is stored for the backward pass, and what is recomputed."""
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from halfstep._autocast.kinds import Kind
 from halfstep._autocast.planning import plan
 from halfstep._autocast.plans import Settings
 from halfstep._autocast.recomputed.islands import Island, schedule
+from halfstep._autocast.recomputed.recompute import _by_bits
 from halfstep._program.graph import graph_of
 from tests._jaxprs import contractions, equations
 from tests.models.vit import ViT, loss
@@ -224,6 +226,29 @@ def test_what_comes_back_is_barred_but_on_tpu():
     low = halfstep.autocast(lambda x: jnp.sum(jnp.tanh(x @ x) @ x), "bf16")
     assert barriers(low, "tpu") == 1
     assert barriers(low, "cuda") == 2
+
+
+def test_saved_values_pass_no_barrier_on_gpus():
+    low = halfstep.autocast(lambda x: jnp.sum(jnp.tanh(x @ x) @ x), "bf16")
+
+    def barred(platform: str) -> list[str]:
+        lowered = jax.export.export(jax.jit(jax.grad(low)), platforms=[platform])(X)
+        return re.findall(r"stablehlo.optimization_barrier .* : (\S+)", lowered.mlir_module())
+
+    saved = "tensor<8x8xbf16>"
+    assert barred("tpu") == [saved]
+    # What comes back is of the same type.
+    assert sorted(barred("cuda")) == [saved, "tensor<ui16>"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn])
+def test_values_that_are_held_apart_keep_all_their_bits(dtype: Any):
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[np.dtype(dtype).itemsize]
+    top = np.iinfo(unsigned).max
+    bits = np.linspace(0, top, 2**16).astype(unsigned)
+    values = jax.lax.bitcast_convert_type(jnp.asarray(bits), dtype)
+    made = jax.lax.bitcast_convert_type(jax.jit(_by_bits)(values), unsigned)
+    np.testing.assert_array_equal(made, bits)
 
 
 def test_nothing_is_barred_after_the_last_contraction():

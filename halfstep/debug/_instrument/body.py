@@ -32,7 +32,7 @@ _MOVES = frozenset(
     {
         *("abs", "neg", "copy", "copy_p", "device_put", "name", "stop_gradient"),
         *("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "tile", "transpose", "rev"),
-        *("dynamic_slice", "slice", "split", "optimization_barrier"),
+        *("dynamic_slice", "slice", "split", "optimization_barrier", "halfstep_apart"),
         *("mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"),
         SETTLE,
     }
