@@ -64,8 +64,8 @@ def inner_decision(outs: Sequence[Kind], inner: object, *, barrier: bool = True)
 
 
 def without_islands(settings: Settings) -> Settings:
-    """Return settings for functions that are recomputed anyway."""
-    return dataclasses.replace(settings, islands=False)
+    """Return settings for functions whose residuals are not autocast's to choose."""
+    return dataclasses.replace(settings, islands=False, is_recomputed=False)
 
 
 def with_own_rules(settings: Settings) -> Settings:
@@ -93,6 +93,7 @@ def without_state(settings: Settings) -> Settings:
 def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     loop = node.structured(Scan)
     inner = graph_of(loop.body, node.scope)
+    settings = dataclasses.replace(settings, is_recomputed=False)
     first, carries = loop.consts, loop.carries
     # A carry has one dtype in all iterations. This dtype depends on what the body makes of the
     # carry, which depends on the dtype that the carry comes in with. So the body is planned until
@@ -165,9 +166,10 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 
 def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
     # Nothing is stored inside a function that the user recomputes, so islands would save nothing
-    # and be recomputed twice.
+    # and be recomputed twice. A few are worth it for another reason: see `islands.is_worth_twice`.
     remat = node.structured(Remat)
-    settings = without_islands(settings)
+    is_recomputed = settings.islands and remat.policy is None and settings.saves is None
+    settings = dataclasses.replace(without_islands(settings), is_recomputed=is_recomputed)
     if settings.residuals is not None or settings.saves is not None:
         settings = dataclasses.replace(settings, residuals=None, saves=_saves(remat, settings))
     inner = plan(graph_of(remat.function, node.scope), kinds, settings)

@@ -38,6 +38,8 @@ class Settings:
     """How residuals are kept for the backward pass, if not in the compute dtype."""
     saves: Saves | None = None
     """The values that the surrounding `jax.checkpoint`s save, if kept in another form."""
+    is_recomputed: bool = False
+    """Whether the user recomputes the function as a whole, so that islands would save nothing."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not inside a `shard_map` or a `while`."""
 

@@ -325,7 +325,8 @@ def _run_island(env: Environment, island: Island) -> None:
     with first.in_scope(env.entered):
         inputs = [env.read_as(number, dtype) for number, dtype in island.reads]
     barred = env.place is not Surroundings.LOOP and not last
-    func = recomputed(inside, barred=barred, kept=plan.settings.residuals)
+    is_twice = plan.settings.is_recomputed
+    func = recomputed(inside, barred=barred, kept=plan.settings.residuals, only_gpu=is_twice)
     key = (barred, sharing.signatures.island(island))
     with first.in_scope(env.entered, entered):
         results = sharing.functions.setdefault(key, func)(*inputs)

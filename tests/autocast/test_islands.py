@@ -251,6 +251,19 @@ def test_values_that_are_held_apart_keep_all_their_bits(dtype: Any):
     np.testing.assert_array_equal(made, bits)
 
 
+@pytest.mark.parametrize(("func", "xors"), [(jnp.tanh, 1), (jax.nn.softmax, 0), (jnp.abs, 0)])
+def test_activation_functions_are_computed_twice_where_the_user_recomputes(func: Any, xors: int):
+    def layer(x: Any) -> Any:
+        return func(x @ x) @ x
+
+    def program(platform: str) -> str:
+        low = halfstep.autocast(lambda x: jnp.sum(jax.checkpoint(layer)(x) @ x), "bf16")
+        return jax.export.export(jax.jit(jax.grad(low)), platforms=[platform])(X).mlir_module()
+
+    assert program("cuda").count("stablehlo.xor") == xors
+    assert "stablehlo.xor" not in program("tpu")
+
+
 def test_nothing_is_barred_after_the_last_contraction():
     low = halfstep.autocast(lambda x: jnp.sum(jnp.tanh(x @ x)), "bf16")
     assert barriers(low, "cuda") == barriers(low, "tpu") == 0

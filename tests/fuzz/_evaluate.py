@@ -169,7 +169,7 @@ class Evaluator:
 
     def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        if name == "halfstep_settle":
+        if name in ("halfstep_apart", "halfstep_settle"):
             return values
         if name == "reduce_precision":
             precision = params["exponent_bits"], params["mantissa_bits"]

@@ -51,20 +51,23 @@ class Surroundings(enum.Enum):
 Function = Callable[..., tuple[Any, ...]]
 
 
-def recomputed(func: Function, *, barred: bool, kept: Factor | None = None) -> Function:
+def recomputed(
+    func: Function, *, barred: bool, kept: Factor | None = None, only_gpu: bool = False
+) -> Function:
     """Return a function whose inside is recomputed for its derivatives.
 
     Args:
         func: A function of arrays, without effects.
         barred: Whether XLA must be kept from merging both computations into one.
         kept: How its arguments are kept, if not as they are.
+        only_gpu: Whether only XLA:GPU must be kept from it; others then merge both.
 
     Returns:
         A function with the same results, whose derivatives store nothing but its arguments.
     """
     if not barred and kept is None:
         return jax.checkpoint(func, prevent_cse=False)
-    return _again(func, barred=barred, kept=kept)
+    return _again(func, barred=barred, kept=kept, only_gpu=only_gpu)
 
 
 def _traced_once(func: Function) -> Function:
@@ -81,7 +84,7 @@ def _traced_once(func: Function) -> Function:
     return call
 
 
-def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
+def _again(func: Function, *, barred: bool, kept: Factor | None, only_gpu: bool) -> Function:
     # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
     # out for TPUs only. So the derivative is written here. The values come out of the function as
     # it is, and the tangents out of a second copy of it, which begins behind a barrier of our own.
@@ -98,7 +101,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
     def pushing(moving: tuple[int, ...], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             # Everything is recomputed from these values, so that nothing else has to be stored.
-            held = _held_apart(primals) if barred else list(primals)
+            held = _held_apart(primals, only_gpu=only_gpu) if barred else list(primals)
             held = [restore(value, dtype) for value, dtype in zip(held, dtypes, strict=True)]
 
             def moved(*values: Any) -> tuple[Any, ...]:
@@ -108,7 +111,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None) -> Function:
                 return func(*given)
 
             _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
-            return _barred_but_on_tpu(made) if barred else made
+            return _barred_but_on_tpu(made) if barred and not only_gpu else made
 
         return jax.checkpoint(push, prevent_cse=False)
 
@@ -152,12 +155,16 @@ _apart = Primitive("halfstep_apart")
 _UNSIGNED = MappingProxyType({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64})
 
 
-def _held_apart(values: Sequence[Any]) -> list[Any]:
-    """Return the same values, so that XLA does not merge what is made of them with other copies."""
+def _held_apart(values: Sequence[Any], *, only_gpu: bool) -> list[Any]:
+    """Return the same values, so that XLA merges no copies of what is made of them."""
     leaves, structure = jax.tree.flatten(list(values))
-    made = {place: _apart.bind(leaf) for place, leaf in enumerate(leaves) if _is_real(leaf.dtype)}
+    made = {
+        place: _apart.bind(leaf, only_gpu=only_gpu)
+        for place, leaf in enumerate(leaves)
+        if _is_real(leaf.dtype)
+    }
     others = [leaf for place, leaf in enumerate(leaves) if place not in made]
-    barred = iter(jax.lax.optimization_barrier(others) if others else ())
+    barred = iter(jax.lax.optimization_barrier(others) if others and not only_gpu else others)
     held = [made[place] if place in made else next(barred) for place in range(len(leaves))]
     return jax.tree.unflatten(structure, held)
 
@@ -166,11 +173,11 @@ def _is_real(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8 * dtype.itemsize
 
 
-def _by_barrier(value: jax.Array) -> jax.Array:
-    return jax.lax.optimization_barrier(value)
+def _by_barrier(value: jax.Array, *, only_gpu: bool) -> jax.Array:
+    return value if only_gpu else jax.lax.optimization_barrier(value)
 
 
-def _by_bits(value: jax.Array) -> jax.Array:
+def _by_bits(value: jax.Array, **_: bool) -> jax.Array:
     """Combine the bits with a zero that XLA does not know.
 
     The recomputation then differs from the first computation, so XLA:GPU does not merge the two. A
@@ -187,17 +194,17 @@ def _by_bits(value: jax.Array) -> jax.Array:
 
 
 def _apart_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, only_gpu: bool
 ) -> tuple[jax.Array, jax.Array]:
-    return _apart.bind(*primals), tangents[0]
+    return _apart.bind(*primals, only_gpu=only_gpu), tangents[0]
 
 
-_apart.def_impl(lambda value: value)
-_apart.def_abstract_eval(lambda value: value)
+_apart.def_impl(lambda value, **_: value)
+_apart.def_abstract_eval(lambda value, **_: value)
 ad.primitive_jvps[_apart] = _apart_jvp
 batching.defvectorized(_apart)
-# Without the barrier, XLA:TPU keeps more: 1,082 MiB instead of 881 for the desktop ViT on a v5e. Other
-# compilers were not measured.
+# Without the barrier, XLA:TPU keeps more: 1,082 MiB instead of 881 for the desktop ViT on a v5e.
+# Other compilers were not measured.
 mlir.register_lowering(_apart, mlir.lower_fun(_by_barrier, multiple_results=False))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(
