@@ -87,7 +87,7 @@ def is_worth_twice(plan: Plan, group: Sequence[int]) -> bool:
     each other. Both read a `tanh`, so XLA:GPU writes it to memory, in float32. Computed twice, it
     is fused with both readers: a step of a GPT with `jax.checkpoint` moves 3 GiB less of 83 on an
     H100. A softmax or a norm would have its reductions computed twice as well, which costs more
-    than it saves (3 GiB there).
+    than it saves: 86 GiB with all islands, and 80 with these.
     """
     graph = plan.graph
     nodes = [graph.nodes[index] for index in group]
