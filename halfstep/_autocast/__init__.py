@@ -52,6 +52,7 @@ from halfstep._autocast.recomputed.islands import (
 from halfstep._autocast.recomputed.recompute import (
     Surroundings as Surroundings,
 )
+from halfstep._autocast.recomputed.repeats import Repeat as Repeat
 from halfstep._autocast.recomputed.segments import (
     Segment as Segment,
     crossing as crossing,
@@ -61,6 +62,7 @@ from halfstep._autocast.recomputed.segments import (
 )
 from halfstep._autocast.run import (
     Environment as Environment,
+    Sharing as Sharing,
     held as held,
 )
 from halfstep._autocast.saved.stores import StoreLabel as StoreLabel, stored_bytes as stored_bytes

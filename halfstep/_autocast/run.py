@@ -53,6 +53,7 @@ def run(
     *,
     place: Surroundings = Surroundings.WHOLE,
     slots: Slots | None = None,
+    sharing: "Sharing | None" = None,
 ) -> list[Any]:
     """Run a plan on values that are held as its inputs' kinds say.
 
@@ -62,8 +63,9 @@ def run(
         out_kinds: The kinds in which its outputs are wanted.
         place: Whether the plan is a whole function, or the body of a call or a loop.
         slots: The recipe's state for the plan's products, by the number of the operation.
+        sharing: The functions that parts of the plan share, if the caller keeps them.
     """
-    env = Environment(plan, place, slots=slots)
+    env = Environment(plan, place, slots=slots, sharing=sharing)
     env.enter(values)
     if plan.settings.has_segments:
         for unit in segments(plan, out_kinds, place):
@@ -72,9 +74,9 @@ def run(
             else:
                 env.step(unit)
     else:
-        units = schedule(plan, out_kinds)
         is_repeated = place is Surroundings.WHOLE and slots is None
-        for unit in with_repeats(plan, units, env.sharing.signatures) if is_repeated else units:
+        repeated = env.sharing.repeated
+        for unit in repeated(out_kinds) if is_repeated else schedule(plan, out_kinds):
             if isinstance(unit, Repeat):
                 _run_repeat(env, unit)
             else:
@@ -90,6 +92,9 @@ def held(plan: Plan, operand: Operand, kind: Kind) -> np.dtype | None:
     return held_dtype(plan.graph.aval(operand), kind, plan.settings.compute)
 
 
+AsOne = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
 class Sharing:
     """The functions that several islands, calls or layers of a plan are.
 
@@ -97,11 +102,32 @@ class Sharing:
     JAX keeps them with the program, and values of a trace that is over with them.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(
+        self, plan: Plan, as_one: AsOne = differentiated_once, *, islands_alone: bool = False
+    ) -> None:
+        """Begin without functions.
+
+        Args:
+            plan: The plan.
+            as_one: Makes one function of the operations that layers repeat.
+            islands_alone: Whether to do so with islands that are repeated alone, too.
+        """
+        self.plan, self.as_one, self.islands_alone = plan, as_one, islands_alone
         self.signatures = Signatures(plan)
         self.functions: dict[Hashable, Callable[..., Any]] = {}
         self.repeats: dict[Hashable, tuple[Callable[..., Any], list[Any]]] = {}
         """The functions of repeats; each with the places and dtypes of what it returns."""
+        self._repeated: dict[tuple[Kind, ...], list[Unit | Repeat]] = {}
+
+    def repeated(self, out_kinds: Sequence[Kind]) -> list[Unit | Repeat]:
+        """Return the schedule of the plan, in which what layers repeat is gathered."""
+        key = tuple(out_kinds)
+        if key not in self._repeated:
+            units = schedule(self.plan, out_kinds)
+            self._repeated[key] = with_repeats(
+                self.plan, units, self.signatures, islands_alone=self.islands_alone
+            )
+        return self._repeated[key]
 
 
 class Environment(Interpreter[Any]):
@@ -361,7 +387,7 @@ def _run_repeat(env: Environment, repeat: Repeat) -> None:
         found[:] = out
         return tuple(out.values())
 
-    func, outputs = sharing.repeats.setdefault(key, (differentiated_once(inside), found))
+    func, outputs = sharing.repeats.setdefault(key, (sharing.as_one(inside), found))
     given = [
         env.values[number] if dtype is None else env.others[number, dtype]
         for number, dtype in reads

@@ -15,7 +15,7 @@ from halfstep._autocast.f8.product import Off, Slot
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.observing import observe
 from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
-from halfstep._autocast.run import run
+from halfstep._autocast.run import Sharing, run
 from halfstep._autocast.saved.stores import Saves
 from halfstep._autocast.tracing import TracedCall, trace
 from halfstep._base import (
@@ -203,6 +203,7 @@ def run_traced(
     *,
     state: Mapping[str, Slot | Off] | None = None,
     is_loss: bool = False,
+    sharing: Sharing | None = None,
 ) -> list[jax.Array]:
     """Run a call that is already planned, on its own arrays or on others.
 
@@ -211,6 +212,7 @@ def run_traced(
         arrays: Arrays of the shapes and dtypes that it was traced with.
         state: As for `rewritten`.
         is_loss: As for `rewritten`.
+        sharing: The functions that parts of its plan share, if the caller keeps them.
 
     Returns:
         The arrays of the call's results.
@@ -218,7 +220,8 @@ def run_traced(
     arrays = observe(call, arrays)
     outputs = call.plan.graph.outputs
     slots = None if state is None else placed(call.plan, state)
-    results = run(call.plan, arrays, [Kind.WIDE] * len(outputs), slots=slots)
+    kinds = [Kind.WIDE] * len(outputs)
+    results = run(call.plan, arrays, kinds, slots=slots, sharing=sharing)
     avals = list(call.results)
     if is_loss and avals:
         avals[0] = call.plan.graph.aval(outputs[0])

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from halfstep._autocast import (
     Plan,
     Rule,
+    Sharing,
     Slot,
     TracedCall,
     check_rules,
@@ -20,7 +20,7 @@ from halfstep._autocast import (
     settings_of,
     trace,
 )
-from halfstep._base import FlatCall, checked, listed, option_names, refusing, size
+from halfstep._base import ClosedJaxpr, FlatCall, checked, listed, option_names, refusing, size
 from halfstep._explain.cotangents import scale_sensitive
 from halfstep._explain.entries import is_float, name_of
 from halfstep._explain.explain_report import ExplainReport
@@ -42,6 +42,7 @@ from halfstep._explain.residual_rows import rows
 from halfstep._explain.stored import Residual, residuals
 from halfstep._explain.totals import casts, own_casts, totals_of
 from halfstep._explain.walk import Step, walk
+from halfstep._explain.written import run_as_written
 from halfstep._policy import Policy, Recipe, as_policy
 from halfstep._program import Finder
 
@@ -118,12 +119,15 @@ def explain(
         # The plan runs once. Its program is differentiated, and shows which casts there are: a
         # value is cast once for all operations that read it in the same dtype, which the plan does
         # not say.
-        program = jax.make_jaxpr(_lowered(call, traced))(*call.arrays)
+        sharing = Sharing(traced.plan, as_one=jax.jit, islands_alone=True)
+        program = jax.make_jaxpr(_lowered(call, traced, sharing))(*call.arrays)
         added = casts(program.jaxpr) - own_casts(steps)
-        stored = _stored(jaxpr_as_fun(program), call, own, finder, notes)
+        stored = _stored(lambda: program, call, own, finder, notes)
         # A second reason for the same error would only repeat the note.
         written = (
-            _stored(_written(call, traced), call, own, finder, []) if stored is not None else None
+            _stored(lambda: _written(call, traced, sharing), call, own, finder, [])
+            if stored is not None
+            else None
         )
         findings = [*low_reductions(steps, min_bytes)]
         if settings.compute.itemsize < 4:
@@ -160,7 +164,7 @@ def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _lowered(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
+def _lowered(call: FlatCall, traced: TracedCall, sharing: Sharing) -> Callable[..., list[Any]]:
     """Return a call as `autocast` rewrites it, as a function of its arrays.
 
     It runs the plan that the operations were read from. `autocast` itself would trace the function
@@ -172,18 +176,19 @@ def _lowered(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
     check_rules(traced.plan)
     has_state = settings.recipe is not None and settings.recipe.needs_state
     state = _blank(traced.plan) if has_state else None
-    return lambda *arrays: run_traced(traced, arrays, state=state)
+    return lambda *arrays: run_traced(traced, arrays, state=state, sharing=sharing)
 
 
-def _written(call: FlatCall, traced: TracedCall) -> Callable[..., list[Any]]:
-    """Return a call as it is written, as a function of its arrays.
+def _written(call: FlatCall, traced: TracedCall, sharing: Sharing) -> ClosedJaxpr:
+    """Return a call as it is written.
 
     It is the program that was traced for the plan. If parameters are stored in 16 bits, which the
     plan traces as float32, the function itself is traced once more.
     """
     dtypes = [getattr(aval, "dtype", None) for aval in traced.program.in_avals]
     is_same = dtypes == [array.dtype for array in call.arrays]
-    return jaxpr_as_fun(traced.program) if is_same else call
+    func = functools.partial(run_as_written, traced.plan, sharing) if is_same else call
+    return jax.make_jaxpr(func)(*call.arrays)
 
 
 def _blank(plan: Plan) -> Mapping[str, Slot]:
@@ -212,14 +217,14 @@ def _parameter_bytes(call: FlatCall, params: Sequence[int]) -> int:
 
 
 def _stored(
-    func: Callable[..., list[Any]],
+    function: Callable[[], ClosedJaxpr],
     call: FlatCall,
     params: Sequence[int],
     finder: Finder,
     notes: list[str],
 ) -> list[Residual] | None:
     try:
-        return residuals(func, call, params, finder)
+        return residuals(function(), call, params, finder)
     except Exception as error:  # Any error of the user's derivative rules ends up here.
         first = f"{type(error).__name__}: {error}".partition("\n")[0]
         notes.append(f"what is stored for the backward pass is not known: {first}")

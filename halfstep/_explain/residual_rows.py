@@ -8,7 +8,6 @@ from halfstep._autocast import StoreLabel
 from halfstep._explain.entries import Typed
 from halfstep._explain.stored import Residual
 from halfstep._explain.walk import Step
-from halfstep._policy import plain_scope
 from halfstep._program import Source
 
 
@@ -90,7 +89,7 @@ def rows(stored: Sequence[Residual], steps: Sequence[Step]) -> tuple[ExplainResi
 
 
 def _kept(found: Residual) -> ExplainResidual:
-    label, scope = StoreLabel.read(found.label), plain_scope(found.scope)
+    label, scope = StoreLabel.read(found.label), found.scope
     if label is None:
         decision = "e4m3" if found.type.dtype == "e4m3" else "keep"
         return ExplainResidual(

@@ -7,6 +7,11 @@ from halfstep._program.control_flow import (
     functions_in as functions_in,
     structure_of as structure_of,
 )
+from halfstep._program.excerpt import (
+    Excerpt as Excerpt,
+    is_literal as is_literal,
+    variables_of as variables_of,
+)
 from halfstep._program.graph import (
     Constant as Constant,
     Graph as Graph,

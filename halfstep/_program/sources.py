@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from halfstep._base import OWN_FOLDER, Traceback
@@ -48,35 +48,51 @@ class Finder:
     def __init__(self) -> None:
         self._libraries = _folders(_LIBRARIES)
         self._jax = (*_folders(_JAX), _own_folder(sysconfig.get_path("stdlib")))
-        self._found: dict[int, tuple[Traceback | None, tuple[Source, ...]]] = {}
+        # Programs have many operations on few lines of few files. Tracebacks are kept alive, so
+        # that no other traceback gets the same `id`.
+        self._found: dict[int, tuple[Traceback | None, Source]] = {}
+        self._files: dict[str, _File] = {}
 
     def find(self, traceback: Traceback | None) -> Source:
         """Return the user's line, or a library's line if there are only libraries."""
-        return next(iter(self.calls(traceback)), UNKNOWN)
+        known = self._found.get(id(traceback))
+        if known is None:
+            source = next(self._calls(_frames(traceback)), UNKNOWN)
+            known = self._found[id(traceback)] = (traceback, source)
+        return known[1]
 
     def calls(self, traceback: Traceback | None) -> tuple[Source, ...]:
         """Return the line that `find` returns and the calls that led there, innermost first."""
-        # The traceback is kept alive, so that no other traceback gets the same `id`.
-        known = self._found.get(id(traceback))
-        if known is None:
-            frames = traceback.frames if traceback is not None else ()
-            calls = self._calls(
-                [Frame(frame.file_name, frame.line_num, frame.function_name) for frame in frames]
-            )
-            known = self._found[id(traceback)] = (traceback, calls)
-        return known[1]
+        return tuple(self._calls(_frames(traceback)))
 
     def choose(self, frames: Sequence[Frame]) -> Source:
         """Return the user's line among frames that begin with the innermost."""
-        return next(iter(self._calls(frames)), UNKNOWN)
+        return next(self._calls(frames), UNKNOWN)
 
-    def _calls(self, frames: Sequence[Frame]) -> tuple[Source, ...]:
-        outside = [frame for frame in frames if not self._is_machinery(frame.file)]
-        own = [frame for frame in outside if not frame.file.startswith(self._libraries)]
-        return tuple(
-            Source(_relative(frame.file), frame.line, _function(frame.function))
-            for frame in own or outside
-        )
+    def _calls(self, frames: Iterable[Frame]) -> Iterator[Source]:
+        of_libraries: list[Frame] = []
+        has_own = False
+        for frame in frames:
+            file = self._file(frame.file)
+            if file.is_machinery:
+                continue
+            if file.is_library:
+                of_libraries.append(frame)
+                continue
+            has_own = True
+            yield self._source(frame)
+        if not has_own:
+            yield from map(self._source, of_libraries)
+
+    def _source(self, frame: Frame) -> Source:
+        return Source(self._file(frame.file).name, frame.line, _function(frame.function))
+
+    def _file(self, file: str) -> "_File":
+        if file not in self._files:
+            self._files[file] = _File(
+                self._is_machinery(file), file.startswith(self._libraries), _relative(file)
+            )
+        return self._files[file]
 
     def _is_machinery(self, file: str) -> bool:
         if file.startswith(OWN_FOLDER):
@@ -90,6 +106,18 @@ class Finder:
             # count for them.
             return file.startswith(self._jax[:-1])
         return file.startswith(self._jax)
+
+
+class _File(NamedTuple):
+    is_machinery: bool
+    is_library: bool
+    name: str
+    """As reports show it."""
+
+
+def _frames(traceback: Traceback | None) -> Iterator[Frame]:
+    for frame in traceback.frames if traceback is not None else ():
+        yield Frame(frame.file_name, frame.line_num, frame.function_name)
 
 
 def _folders(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def test_more_layers_are_not_more_work(layer, monkeypatch):
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all operations by themselves from now on."""
-    monkeypatch.setattr(run, "with_repeats", lambda plan, units, signatures: units)
+    monkeypatch.setattr(run, "with_repeats", lambda plan, units, signatures, **_options: units)
 
 
 TRANSFORMED = {

@@ -275,7 +275,7 @@ def test_state_that_is_made_up_is_like_real_state(recipe: str):
     scaling = halfstep.RECIPES[recipe].init(dense, PARAMS, X, calibrate=False, **key)
     lowered = halfstep.autocast(dense, recipe, scaling=scaling)
     call = FlatCall(lowered, (PARAMS, X), {})
-    real = residuals(call, call, [0], Finder())
+    real = residuals(jax.make_jaxpr(call)(*call.arrays), call, [0], Finder())
     totals = report(dense, recipe).totals
     assert totals.stored == by_dtype([found for found in real if not found.of_argument])
     assert totals.stored_casts == by_dtype([found for found in real if found.of_argument])

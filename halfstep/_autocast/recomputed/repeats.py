@@ -39,9 +39,18 @@ class Repeat:
     signature: Hashable
 
 
-def with_repeats(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> list[Unit | Repeat]:
-    """Return a schedule in which the units that layers repeat are gathered."""
-    runs = _runs(plan, units, signatures)
+def with_repeats(
+    plan: Plan, units: Sequence[Unit], signatures: Signatures, *, islands_alone: bool = False
+) -> list[Unit | Repeat]:
+    """Return a schedule in which the units that layers repeat are gathered.
+
+    Args:
+        plan: The plan.
+        units: Its schedule.
+        signatures: The signatures of its operations.
+        islands_alone: Whether an island that stays without other units is a repeat, too.
+    """
+    runs = _runs(plan, units, signatures, islands_alone)
     found = {start: _repeat(plan, units[start:end], signatures) for start, end in runs}
     counts = collections.Counter(repeat.signature for repeat in found.values())
     made: list[Unit | Repeat] = []
@@ -57,7 +66,9 @@ def with_repeats(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> l
     return made
 
 
-def _runs(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> list[tuple[int, int]]:
+def _runs(
+    plan: Plan, units: Sequence[Unit], signatures: Signatures, islands_alone: bool
+) -> list[tuple[int, int]]:
     """Return the beginnings and ends of units that always occur together, in the same order."""
     symbols = [_symbol(plan, unit, signatures) for unit in units]
     links = [
@@ -74,7 +85,8 @@ def _runs(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> list[tup
     return [
         (start, end)
         for start, end in zip(starts, [*starts[1:], len(units)], strict=True)
-        if end - start >= _FEWEST_UNITS and often[symbols[start]] >= _FEWEST_OCCURRENCES
+        if often[symbols[start]] >= _FEWEST_OCCURRENCES
+        and (end - start >= _FEWEST_UNITS or (islands_alone and isinstance(units[start], Island)))
     ]
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from halfstep._base import ClosedJaxpr
-from halfstep._program import Jit, Remat, bind_again, structure_of
+from halfstep._program import Excerpt, Jit, Remat, is_literal, structure_of, variables_of
 
 Function = Callable[..., Sequence[Any]]
 
@@ -35,10 +35,10 @@ def differentiated_once(func: Function) -> Function:
     """
 
     @functools.cache
-    def traced(types: tuple[Any, ...]) -> _Program:
+    def traced(types: tuple[Any, ...]) -> Excerpt:
         function = jax.make_jaxpr(func)(*types)
         jaxpr = function.jaxpr
-        return _Program(function, jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
+        return Excerpt(function, jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
 
     @functools.cache
     def pushing(types: tuple[Any, ...], moving: tuple[int, ...]) -> _Derivative:
@@ -77,77 +77,16 @@ def _types(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(map(jax.typeof, values))
 
 
-class _Program:
-    """Operations of a traced function that run again, with their own lines and scopes."""
-
-    def __init__(
-        self,
-        function: ClosedJaxpr,
-        equations: Sequence[core.JaxprEqn],
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        *,
-        by: str = "",
-    ) -> None:
-        """Keep the operations that are needed.
-
-        Args:
-            function: The traced function.
-            equations: Some of its operations.
-            inputs: The variables that values are given for.
-            outputs: The variables and constants to return.
-            by: The transformation that the operations come from. Their scopes begin with it, and
-                so do the scopes of the place where they are replayed.
-        """
-        self.constants = dict(zip(function.jaxpr.constvars, function.consts, strict=True))
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self._outermost = source_info_util.new_name_stack().transform(by)
-        needed = _variables(outputs)
-        live = []
-        for equation in reversed(equations):
-            if not needed.isdisjoint(equation.outvars):
-                needed.update(_variables(equation.invars))
-                live.append(equation)
-        self.equations = live[::-1]
-
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
-        env = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
-
-        def read(atom: Any) -> Any:
-            return atom.val if _is_literal(atom) else env[atom]
-
-        for equation in self.equations:
-            source = equation.source_info
-            own = source.name_stack
-            scopes = source_info_util.current_name_stack() + (
-                own[1:] if own[:1] == self._outermost else own
-            )
-            with source_info_util.user_context(source.traceback, name_stack=scopes):
-                made = bind_again(
-                    equation.primitive, equation.params, list(map(read, equation.invars))
-                )
-            env.update(zip(equation.outvars, made, strict=True))
-        return list(map(read, self.outputs))
-
-
-def _is_literal(atom: object) -> bool:
-    return isinstance(atom, core.Literal)
-
-
-def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not _is_literal(atom)}
-
-
 def _is_in(atom: Any, variables: Collection[Any]) -> bool:
     """Return whether a variable is one of some variables; a literal, which has no hash, is not."""
-    return not _is_literal(atom) and atom in variables
+    return not is_literal(atom) and atom in variables
 
 
 def _reached(equations: Sequence[core.JaxprEqn], start: Iterable[Any]) -> set[Any]:
     """Return the variables that depend on some variables, and these."""
     found = set(start)
     for equation in equations:
-        if not found.isdisjoint(_variables(equation.invars)):
+        if not found.isdisjoint(variables_of(equation.invars)):
             found.update(equation.outvars)
     return found
 
@@ -187,7 +126,7 @@ class _Derivative:
         self.linear = _Linear(function, linear, set(self.inputs), tuple(pushed))
         # If the linear part is not known, all of the derivative is replayed, and JAX splits it.
         others = [out for out in self.tangents if out is not None and not linear]
-        self.forward = _Program(
+        self.forward = Excerpt(
             function,
             [eqn for eqn in jaxpr.eqns if made.isdisjoint(eqn.outvars)],
             jaxpr.invars,
@@ -228,7 +167,7 @@ class _Linear:
         tangents: Collection[Any],
         outputs: Sequence[Any],
     ) -> None:
-        self.program = _Program(function, equations, (), outputs, by="jvp")
+        self.program = Excerpt(function, equations, (), outputs, by="jvp")
         live = self.program.equations
         # Each reading of a tangent has a cotangent of its own, the last reading first. They are
         # added up where the function is called, in the order in which JAX adds up the cotangents
@@ -241,14 +180,14 @@ class _Linear:
             replaced.append(equation.replace(invars=slots))
         self.program.equations = replaced[::-1]
         made = {var for eqn in live for var in eqn.outvars}
-        read = dict.fromkeys(a for eqn in live for a in eqn.invars if not _is_literal(a))
+        read = dict.fromkeys(a for eqn in live for a in eqn.invars if not is_literal(a))
         constants = self.program.constants
         self.residuals = [
             a for a in read if a not in made and a not in tangents and a not in constants
         ]
         self.program.inputs = (*self.residuals, *self.slots)
         self.avals = [out.aval for out in outputs]
-        self._transposed: dict[Hashable, tuple[_Program, list[int]]] = {}
+        self._transposed: dict[Hashable, tuple[Excerpt, list[int]]] = {}
 
     def transposed(
         self, wanted: tuple[int, ...], residuals: Sequence[Any], cotangents: Sequence[Any]
@@ -271,7 +210,7 @@ class _Linear:
 
     def _transpose(
         self, wanted: tuple[int, ...], residuals: Sequence[Any], cotangents: Sequence[Any]
-    ) -> "tuple[_Program, list[int]]":
+    ) -> "tuple[Excerpt, list[int]]":
         outputs = [self.program.outputs[place] for place in wanted]
         places = [
             place
@@ -291,7 +230,7 @@ class _Linear:
         jaxpr = function.jaxpr
         inputs = jaxpr.invars[: len(residuals) + len(cotangents)]
         made = [jaxpr.outvars[place] for place in places]
-        return _Program(function, jaxpr.eqns, inputs, made, by="transpose"), places
+        return Excerpt(function, jaxpr.eqns, inputs, made, by="transpose"), places
 
 
 _push = core.Primitive("halfstep_tangents")
