@@ -38,6 +38,8 @@ SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("docs/examples.md", "5 bytes per parameter"): FIVE_BYTES,
         ("docs/scale-by-compiler.md", "5 bytes per parameter"): FIVE_BYTES,
         ("docs/tour.md", "5 bytes per parameter"): FIVE_BYTES,
+        ("docs/optimizers.md", "4.125 bytes per parameter"): "tests/optim/test_four_bits.py::"
+        "(optim.flash_adamw(1e-3, moment_bits=4), 4.125)",
         # What bfloat16 takes.
         ("docs/gradient-release.md", "2 bytes per parameter"): "docs/formats.md::bf16",
         ("docs/how-autocast-decides.md", "0.3 %"): "docs/how-autocast-decides.md::again < 0.003",

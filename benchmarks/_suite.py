@@ -72,6 +72,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "fp8": (
             Benchmark("fp8", peers=("qwix",)),
             Benchmark("fp8_memory"),
+            Benchmark("blocks"),
             Benchmark("fp8_training", plots=True),
             Benchmark("fp8_outliers", plots=True),
         ),

@@ -126,7 +126,7 @@ def _compiled(
 def of_overhead(result: Mapping[str, Any]) -> Iterator[Cost]:
     """The wrapper beside the step by hand."""
     rows = {row["step"]: row for row in result["rows"]}
-    known = {"benchmark": "overhead"}
+    known: dict[str, Any] = {"benchmark": "overhead"}
     yield Cost(
         what="step time on a CPU, to the step by hand without a gate",
         before="0.97",
@@ -150,7 +150,7 @@ def of_memory(result: Mapping[str, Any]) -> Iterator[Cost]:
         (row["model"], row["target"], row["gemm"], row["batch"], row["step"]): row
         for row in result["rows"]
     }
-    known = {"benchmark": "memory"}
+    known: dict[str, Any] = {"benchmark": "memory"}
     small = ("desktop ViT", "h100", "library", 64)
     remat = ("GPT, remat", "h100", "library", 8)
     for case, before, limit in (

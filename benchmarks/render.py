@@ -33,6 +33,7 @@ from benchmarks._plan_tables import batches_text, optimum_text, training_text
 from benchmarks._report import RESULTS, table
 from benchmarks._scale_tables import text as scale_text
 from benchmarks._works_with import text as works_with_text
+from benchmarks.blocks import text as blocks_text
 from benchmarks.costs import text as costs_text
 from benchmarks.coverage import text as coverage_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
@@ -475,6 +476,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "faults": fault_text,
         "fp8": f8_text,
         "fp8_memory": fp8_memory,
+        "blocks": blocks_text,
         "fp8_outliers": fp8_outliers,
         "fp8_training": fp8_training,
         "fuzz": fuzz_text,

@@ -142,7 +142,8 @@ def test_small_vectors_are_read_together():
     tree |= {"w": jnp.full((8, 8), 50.0), "z": jnp.full((8, 8), 60.0)}
     jaxpr = jax.make_jaxpr(magnitudes)(tree).jaxpr
     assert sum(eqn.primitive.name == "reduce_max" for eqn in jaxpr.eqns) == 4
-    assert max(eqn.outvars[0].aval.size for eqn in jaxpr.eqns) == 20 * 8
+    avals: list[Any] = [eqn.outvars[0].aval for eqn in jaxpr.eqns]
+    assert max(aval.size for aval in avals) == 20 * 8
     expected = [float(leaf.reshape(-1)[0]) for leaf in jax.tree.leaves(tree)]
     assert np.array_equal(magnitudes(tree), expected)
     tree["b7"] = tree["b7"].at[3].set(jnp.nan)

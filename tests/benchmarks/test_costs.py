@@ -1,6 +1,7 @@
 """The page of costs: each figure is a result, and a goal that is missed says what limits it."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_every_figure_is_on_the_page(made):
 
 
 def test_goals():
-    known = {"what": "", "before": "", "benchmark": ""}
+    known: dict[str, Any] = {"what": "", "before": "", "benchmark": ""}
     assert costs.Cost(now=1.0, goal=1.0, **known).is_met
     assert not costs.Cost(now=1.01, goal=1.0, **known).is_met
     assert not costs.Cost(now=1.0, goal=1.01, at_least=True, **known).is_met

@@ -122,7 +122,7 @@ def test_optax_may_inject_hyperparameters():
     """It makes arrays of all numbers, of defaults too."""
     statics = ("moment_bits",)
     injected = optax.inject_hyperparams(optim.flash_adamw, static_args=statics)
-    state = injected(learning_rate=1e-3, moment_bits=4).init(start())
+    state: Any = injected(learning_rate=1e-3, moment_bits=4).init(start())
     assert state.inner_state.first["w"].codes.dtype == jnp.uint8
     state = optax.inject_hyperparams(optim.flash_adamw)(learning_rate=1e-3).init(start())
     assert state.inner_state.first["w"].codes.dtype == jnp.int8
