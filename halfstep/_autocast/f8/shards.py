@@ -67,7 +67,7 @@ def is_known(avals: Sequence[ShapedArray]) -> bool:
     size = first.shape[2] // of_first.shape[2]
     if first.dtype == second.dtype == jnp.float4_e2m1fn:
         return size == _TWO_LEVEL and of_first.dtype == of_second.dtype == jnp.float8_e4m3fn
-    # There is no kernel for two factors in e5m2.
+    # cuDNN has a kernel only if one factor is in e4m3.
     known = first.dtype in _FLOATS and second.dtype in _FLOATS
     return known and size == _MICROSCALED and jnp.float8_e4m3fn in (first.dtype, second.dtype)
 

@@ -70,6 +70,8 @@ def _runs(
     plan: Plan, units: Sequence[Unit], signatures: Signatures, islands_alone: bool
 ) -> list[tuple[int, int]]:
     """Return the beginnings and ends of units that always occur together, in the same order."""
+    if not units:
+        return []
     symbols = [_symbol(plan, unit, signatures) for unit in units]
     links = [
         (symbols[place], symbols[place + 1], _scopes_between(plan, *units[place : place + 2]))

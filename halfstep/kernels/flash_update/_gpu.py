@@ -154,7 +154,7 @@ def _block(view: View, width: int, present: tuple[int, ...], spec: Spec) -> Bloc
     from jax.experimental import pallas as pl
 
     size = view.groups.size
-    # Where two codes share a byte, a turn of the loop takes two rows: one of each half of a group.
+    # Where two codes share a byte, an iteration takes two rows: one of each half of a group.
     parts = 2 if spec.packed else 1
     turns = size // parts
 
