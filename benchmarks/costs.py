@@ -364,7 +364,7 @@ def of_costs(result: Mapping[str, Any]) -> Iterator[Cost]:
             before="8.7",
             # To the three decimals that are shown: 34 kB, for vectors that no kernel takes.
             now=round(found["temporary_bytes"] / GIB, 3) if is_explicit else _gib(found),
-            limit="new scales of one weight beside the old ones, for both moments: over automatic "
+            limit="new scales of one weight next to the old ones, for both moments: over automatic "
             "axes `preflight` compiles the two passes of XLA. A process with its own GPUs divides "
             "the kernel there too.",
             **known,

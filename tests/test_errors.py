@@ -14,6 +14,7 @@ INTERNAL = {
     "<name> cannot be imported as Python. Give a file of Python.",
     "<name> is a GPU and has no TPU topology; use `gpu_topology`.",
     "<name> is a TPU and has no GPU topology; use `tpu_topology`.",
+    "<file> is a file of this package, and cannot be loaded.",
     "<wanted> is needed, got the operation `<name>`",
     "a traced function is needed, got <type of jaxpr>",
     "module <name> has no attribute <name>",

@@ -79,6 +79,11 @@ ROWS = [
     ),
     (
         "ValueError",
+        "moment_bits must be 8, 4 or 'auto', and not traced; got 5",
+        "hs.optim.flash_adamw(1e-3, moment_bits=5)",
+    ),
+    (
+        "ValueError",
         "rounding must be 'nearest' or 'stochastic'; got 'up'",
         'hs.optim.flash_lion(1e-3, rounding="up")',
     ),

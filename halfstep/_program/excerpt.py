@@ -68,5 +68,5 @@ def is_literal(atom: object) -> bool:
 
 
 def variables_of(atoms: Iterable[Any]) -> set[Any]:
-    """Return the operands that are no literals, which have no hash."""
+    """Return the operands other than literals: these cannot be hashed."""
     return {atom for atom in atoms if not is_literal(atom)}

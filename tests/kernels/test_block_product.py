@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import halfstep
+import halfstep.kernels._block_product as block_product
 from halfstep._autocast.f8 import blocks
-from halfstep.kernels import block_product
-from halfstep.kernels.block_product import BLOCK
+from halfstep.kernels._block_product import BLOCK
 
 needs_kernel = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="the kernel takes JAX 0.12"

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import halfstep
+import halfstep.kernels._block_product as block_product
 from halfstep._autocast.f8 import blocks, shards
 from halfstep._preflight import ACCELERATORS, Product
 from halfstep._preflight.hlo.analysis import analyze
 from halfstep._preflight.hlo.products import f8_count
-from halfstep.kernels import block_product
 from tests.preflight._compilers import need, own_cache as own_cache
 from tests.preflight._entries import entry
 from tests.preflight._programs import fixture, program

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import halfstep.kernels._block_product as block_product
 from halfstep._preflight.hlo.analysis import Contraction, analyze
 from halfstep._preflight.hlo.contraction_flops import _valid_positions
-from halfstep.kernels import block_product
 from tests.preflight._programs import compiled, count, fixture
 
 F32 = ("float32", "float32", "float32")

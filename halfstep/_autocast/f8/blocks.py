@@ -7,7 +7,7 @@ an operation of its own, `jax.lax.scaled_dot`. Other GPUs compute it too: their 
 elements and scales from memory, and multiply in 16 bits.
 
 Blocks of 128 elements in 8 bits are large enough to be scaled between two products. On Hopper, a
-kernel does so (`block_product`). On Blackwell such a block is four blocks of 32 with equal scales.
+kernel does so (`_block_product`). On Blackwell such a block is four blocks of 32 with equal scales.
 
 Over several Blackwell GPUs, each of them multiplies its part with the operation of `shards`.
 
@@ -28,10 +28,10 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+import halfstep.kernels._block_product as block_product
 from halfstep._autocast.f8 import shards
 from halfstep._base import answer_partitioner
 from halfstep._policy import Factor
-from halfstep.kernels import block_product
 from halfstep.kernels._target import capability_of, is_divided
 from halfstep.quant._scaled import Blocks, decoded, scale_of_rows
 

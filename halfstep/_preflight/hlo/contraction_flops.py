@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import halfstep.kernels._block_product as block_product
 from halfstep._preflight.hlo.parser import Array, Computation, Instruction
-from halfstep.kernels import block_product
 
 _GEMMS = frozenset(("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"))
 _LABELS = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)")

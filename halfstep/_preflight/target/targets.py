@@ -65,7 +65,7 @@ class Target:
             "device_memory_size": self.accelerator.memory_bytes,
         }
         info = " ".join(f"{field}: {value}" for field, value in fields.items())
-        # XLA once read cuDNN's version beside the device's fields, and now reads it among them.
+        # XLA once read cuDNN's version next to the device's fields, and now reads it among them.
         info += f' dnn_version: "{".".join(map(str, dnn))}.0"'
         return (
             f"gpu_device_info {{ {info} cuda_compute_capability {{ {_version(capability)} }} }} "

@@ -64,7 +64,7 @@ class View(NamedTuple):
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """The shape of codes of which two share a byte."""
+        """The shape of codes where two share a byte."""
         dims = list(self.shape)
         dims[self.groups.axis] = self.groups.count(self.shape) * self.groups.size // 2
         return tuple(dims)
