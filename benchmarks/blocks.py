@@ -112,7 +112,7 @@ COLUMNS = {
 
 def lines(rows: Sequence[Row]) -> list[Row]:
     """The rows of the table, each beside bfloat16's."""
-    base = {(row["model"], row["target"]): row for row in rows if row["policy"] == REFERENCE}
+    base = _references(rows)
     made = []
     for row in rows:
         plain = base[row["model"], row["target"]]
@@ -133,6 +133,10 @@ def lines(rows: Sequence[Row]) -> list[Row]:
     return made
 
 
+def _references(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    return {(row["model"], row["target"]): row for row in rows if row["policy"] == REFERENCE}
+
+
 def _beside(row: Row, plain: Row, key: str, unit: int, form: str) -> str:
     shown = form.format(row[key] / unit)
     return shown if row is plain else f"{shown} ({row[key] / plain[key]:.2f})"
@@ -140,7 +144,7 @@ def _beside(row: Row, plain: Row, key: str, unit: int, form: str) -> str:
 
 def bars(rows: Sequence[Row]) -> dict[str, Any]:
     """Which bars are met: every product native, less traffic, no higher a peak."""
-    base = {(row["model"], row["target"]): row for row in rows if row["policy"] == REFERENCE}
+    base = _references(rows)
     coded = [row for row in rows if row["policy"] != REFERENCE]
 
     def ratio(row: Row, key: str) -> float:

@@ -355,19 +355,22 @@ def of_debug(result: Mapping[str, Any]) -> Iterator[Cost]:
 
 def of_costs(result: Mapping[str, Any]) -> Iterator[Cost]:
     """What is compiled here."""
-    known: dict[str, Any] = {"goal": 0, "benchmark": "costs", "form": "{:.3f}"}
+    limits = {
+        "explicit": "vectors that no kernel takes.",
+        "automatic": "new scales of one weight next to the old ones, for both moments: over "
+        "automatic axes `preflight` compiles the two passes of XLA. A process with its own GPUs "
+        "divides the kernel there too.",
+    }
     for found in result["updates"]:
-        is_explicit = found["axes"] == "explicit"
         yield Cost(
-            what=f"GiB of temporaries, `flash_adamw` of 7 B parameters, `{found['target']}`, "
+            what=f"MiB of temporaries, `flash_adamw` of 7 B parameters, `{found['target']}`, "
             f"{found['axes']} axes",
-            before="8.7",
-            # To the three decimals that are shown: 34 kB, for vectors that no kernel takes.
-            now=round(found["temporary_bytes"] / GIB, 3) if is_explicit else _gib(found),
-            limit="new scales of one weight next to the old ones, for both moments: over automatic "
-            "axes `preflight` compiles the two passes of XLA. A process with its own GPUs divides "
-            "the kernel there too.",
-            **known,
+            before="8.7 GiB",
+            now=found["temporary_bytes"] / MIB,
+            goal=0,
+            form="{:.3f}",
+            benchmark="costs",
+            limit=limits[found["axes"]],
         )
     yield Cost(
         what="bytes per parameter of AdamW between steps, parameters and state, "
@@ -392,17 +395,13 @@ def of_costs(result: Mapping[str, Any]) -> Iterator[Cost]:
         what=f"GiB of temporaries, a step of 7 B parameters with `release`, {found['tokens']:,} "
         f"tokens on each device, `{found['target']}`",
         before="3.9",
-        now=_gib(found),
+        now=found["temporary_bytes"] / GIB,
         goal=1,
         benchmark="costs",
         limit=f"the inputs of all layers alone take {found['inputs_of_layers_bytes'] / GIB:.2f}, "
         "and attention that XLA writes out twice as much: the scores of one layer and their "
         "gradient. Logits, and gradients and gathered weights of one layer, take the rest.",
     )
-
-
-def _gib(found: Mapping[str, Any]) -> float:
-    return found["temporary_bytes"] / GIB
 
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Cost]]] = {
