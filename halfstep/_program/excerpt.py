@@ -48,12 +48,14 @@ class Excerpt:
         def read(atom: Any) -> Any:
             return atom.val if is_literal(atom) else env[atom]
 
+        here = source_info_util.current_name_stack()
+        own = scopes = None
         for equation in self.equations:
             source = equation.source_info
-            own = source.name_stack
-            scopes = source_info_util.current_name_stack() + (
-                own[1:] if own[:1] == self._outermost else own
-            )
+            # Operations of one scope follow one another, and have the same object for a stack.
+            if scopes is None or source.name_stack is not own:
+                own = source.name_stack
+                scopes = here + (own[1:] if own[:1] == self._outermost else own)
             with source_info_util.user_context(source.traceback, name_stack=scopes):
                 made = bind_again(
                     equation.primitive, equation.params, list(map(read, equation.invars))

@@ -198,13 +198,17 @@ class _Builder:
                 return Constant(atom.val, atom.aval)
             return env[atom]
 
+        own = scopes = None
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             source = equation.source_info
             # The scopes of an inlined function begin at its call. Without the scopes of the call, a
             # rule for `decoder/head` would not match the operations of a jitted layer in there.
             if outer is not None:
-                source = source.replace(name_stack=outer.name_stack + source.name_stack)
+                if scopes is None or source.name_stack is not own:
+                    own = source.name_stack
+                    scopes = outer.name_stack + own
+                source = source.replace(name_stack=scopes)
             if caller is not None:
                 source = source.replace(traceback=caller.traceback)
             if (inner := _inlined(equation)) is not None:
@@ -255,6 +259,9 @@ def size(aval: object) -> int:
     compared with each other, to tell a row from the array that it is broadcast to.
     """
     shape = getattr(aval, "shape", ())
+    found = math.prod(shape)
+    if isinstance(found, int):
+        return found
     return math.prod(dim if isinstance(dim, int) else _USUAL_BATCH for dim in shape)
 
 

@@ -10,13 +10,15 @@ shared function is called in the scopes that all of its operations are in.
 """
 
 import dataclasses
+import operator
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
+from jax.extend.source_info_util import NameStack
 
 from halfstep._autocast.plans import Decision, Plan
 from halfstep._autocast.recomputed.islands import Island
-from halfstep._program import Constant, Node, Operand
+from halfstep._program import Constant, Operand
 
 
 class Signatures:
@@ -48,13 +50,17 @@ class Signatures:
             entered: The number of scopes that all operations share.
         """
         parts = []
+        stack = inside = None
         for index in indices:
             node = self._plan.graph.nodes[index]
+            if inside is None or node.source.name_stack is not stack:
+                stack = node.source.name_stack
+                inside = _key(stack[entered:])
             values = (operand for operand in node.ins if not isinstance(operand, Constant))
             places = tuple(numbers[value] for value in values)
             for number in node.outs:
                 numbers[number] = len(numbers)
-            parts.append((self.operation(index), places, _key(node.source.name_stack[entered:])))
+            parts.append((self.operation(index), places, inside))
         return tuple(parts)
 
     def island(self, island: Island) -> int:
@@ -84,26 +90,27 @@ class Signatures:
         node, level = plan.graph.nodes[index], plan.levels[index]
         return (
             node.primitive,
-            tuple((name, _key(node.params[name])) for name in sorted(node.params)),
+            tuple(node.params),
+            _keys(node.params.values()),
             tuple(_operand(plan, operand, level) for operand in node.ins),
             tuple(plan.graph.avals[number] for number in node.outs),
-            _decision(plan.decisions[index]),
+            _keys(_decided(plan.decisions[index])),
             _key(node.source.traceback),
         )
 
 
 def shared_scopes(plan: Plan, indices: Sequence[int]) -> int:
     """Return how many scopes, beginning with the outermost, all of the operations are in."""
-    nodes = [plan.graph.nodes[index] for index in indices]
-    count = min(len(node.source.name_stack) for node in nodes)
-    first, *others = nodes
+    # Operations of one scope mostly have the same object for a stack.
+    stacks = {
+        id(stack): stack for stack in (plan.graph.nodes[i].source.name_stack for i in indices)
+    }
+    first, *others = stacks.values()
+    count = min(map(len, stacks.values()))
     return min((_common(first, other, count) for other in others), default=count)
 
 
-def _common(first: Node, other: Node, most: int) -> int:
-    ours, theirs = first.source.name_stack, other.source.name_stack
-    if ours is theirs:
-        return most
+def _common(ours: NameStack, theirs: NameStack, most: int) -> int:
     return next((n for n in range(most) if ours[n : n + 1] != theirs[n : n + 1]), most)
 
 
@@ -115,10 +122,21 @@ def _operand(plan: Plan, operand: Operand, level: int) -> tuple[Hashable, ...]:
     return kind, operand.aval, value.dtype, value.tobytes()
 
 
-def _decision(decision: Decision) -> Hashable:
-    # The plan of the inside follows from the operation and its operands.
-    names = (field.name for field in dataclasses.fields(decision) if field.name != "inner")
-    return tuple(_key(getattr(decision, name)) for name in names)
+# All but the plan of the inside, which follows from the operation and its operands.
+_decided = operator.attrgetter(
+    *(field.name for field in dataclasses.fields(Decision) if field.name != "inner")
+)
+
+
+def _keys(values: Iterable[object]) -> Hashable:
+    """Return some values to compare by."""
+    found = tuple(values)
+    try:
+        hash(found)
+    except TypeError:
+        return tuple(map(_key, found))
+    # Types too: 1, 1.0 and True are equal.
+    return tuple(map(type, found)), found
 
 
 def _key(value: object) -> Hashable:
