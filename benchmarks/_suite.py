@@ -73,6 +73,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("fp8", peers=("qwix",)),
             Benchmark("fp8_memory"),
             Benchmark("blocks"),
+            Benchmark("recipes"),
             Benchmark("fp8_training", plots=True),
             Benchmark("fp8_outliers", plots=True),
         ),

@@ -43,6 +43,7 @@ from benchmarks.mutations import text as mutations_text
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
 from benchmarks.plan import text as plan_text
 from benchmarks.preflight_roles import text as roles_text
+from benchmarks.recipes import text as recipes_text
 from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_lines
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
@@ -497,6 +498,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "plan_optimum": optimum_text,
         "plan_training": training_text,
         "preflight_roles": roles_text,
+        "recipes": recipes_text,
         "release": release,
         "remat": remat_text,
         "rest": rest_text,

@@ -28,6 +28,7 @@ from halfstep._program.interpreter import (
     Interpreter as Interpreter,
     run_inside as run_inside,
 )
+from halfstep._program.invariant import Invariants as Invariants
 from halfstep._program.sources import (
     UNKNOWN as UNKNOWN,
     Finder as Finder,

@@ -370,6 +370,7 @@ class _Gradient:
                 microbatches=self.microbatches,
                 batch=self.batch,
                 carry=self.carry,
+                encodes=self.policy.recipe is not None,
             )
         )
 

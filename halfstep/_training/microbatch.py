@@ -20,6 +20,7 @@ from halfstep._base import (
     type_of,
     varying_axes,
 )
+from halfstep._program import Invariants
 from halfstep._training.collective import vary
 
 # (args, kwargs) -> (loss, aux, gradients, magnitudes), for one microbatch.
@@ -76,6 +77,7 @@ def accumulate(
     microbatches: int,
     batch: Sequence[str],
     carry: str | None,
+    encodes: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
     """Sum the losses and gradients of all microbatches, in float32 and in their order.
 
@@ -86,6 +88,8 @@ def accumulate(
         microbatches: The number of microbatches.
         batch: Rules that select the leaves to split.
         carry: The argument that each microbatch hands to the next, or `None`.
+        encodes: Whether the step encodes parameters in 8 or 4 bits: it does so once, and all
+            microbatches read them.
 
     Returns:
         The sum of the losses, the auxiliary output (stacked; the carried argument's last value),
@@ -154,7 +158,8 @@ def accumulate(
         return (total, state), (loss, arrays, seen)
 
     first = (jtu.tree_map(zeros, params), [jnp.asarray(whole[index]) for index in carried])
-    (grads, state), (losses, arrays, seen) = jax.lax.scan(iteration, first, xs, length=microbatches)
+    body = _with_shared_encodings(iteration, first, xs) if encodes else iteration
+    (grads, state), (losses, arrays, seen) = jax.lax.scan(body, first, xs, length=microbatches)
     aux = eqx.combine(arrays, traced["static"])
     if carry is not None:
         values = iter(state)
@@ -163,3 +168,21 @@ def accumulate(
     seen = jtu.tree_map(lambda sizes: jnp.max(sizes, axis=0), seen)
     # In the order of the microbatches, as the gradients are: `jnp.sum` would choose its own order.
     return functools.reduce(jnp.add, losses), aux, grads, seen
+
+
+def _with_shared_encodings(
+    iteration: Callable[[Any, Any], Any], first: PyTree, xs: Mapping[int, jax.Array]
+) -> Callable[[Any, Any], Any]:
+    """Return an iteration that reads what all iterations would encode of the parameters."""
+    one = {index: leaf[0] for index, leaf in xs.items()}
+    traced, shape = jax.make_jaxpr(iteration, return_shape=True)(first, one)
+    invariants = Invariants(traced)
+    if not len(invariants):
+        return iteration
+    made = invariants.before([None] * len(traced.in_avals))
+    tree = jtu.tree_structure(shape)
+
+    def body(sums: PyTree, xs: PyTree) -> Any:
+        return jtu.tree_unflatten(tree, invariants.rest(jtu.tree_leaves((sums, xs)), made))
+
+    return body
