@@ -94,6 +94,16 @@ def elsewhere(*, rounds: int, batch: int) -> list[dict[str, Any]]:
     return [{**made["row"], "step": f"jaxamp, on JAX {versions['jax']}", "versions": versions}]
 
 
+NARROW = {"width": 64, "hidden": 128, "heads": 4, "blocks": 4}
+"""A model with more and smaller parameters, for which a gate costs more."""
+
+
+def narrow(batch: int) -> dict[str, Any]:
+    """The instructions of the step by hand and of halfstep's, of the narrow model."""
+    rows = measure(rounds=0, batch=batch, options=NARROW, only=(REFERENCE, "halfstep"))
+    return {"model": NARROW, "rows": rows}
+
+
 COLUMNS = {
     "step": "step",
     "time_ratio": "time",
@@ -125,6 +135,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "reference": REFERENCE,
             "rounds": parsed.rounds,
             "rows": rows,
+            "narrow": narrow(parsed.batch),
         },
         packages=("mixed-precision-for-JAX", "jmp"),
     )

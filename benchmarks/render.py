@@ -227,6 +227,10 @@ def optim_training(result: dict[str, Any]) -> str:
     )
 
 
+def optim_training_4_bits(result: dict[str, Any]) -> str:
+    return _trained(result, "")
+
+
 def fp8_training(result: dict[str, Any]) -> str:
     image = markdown(
         "Final loss of each recipe compared with bf16, a dot per seed and a bar for the mean. "
@@ -330,7 +334,8 @@ def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
         "A step that float16 skips leaves it one update behind; the picture marks where. "
         f"{' '.join(scales)}"
     ]
-    parts = [table(rows, columns), text, bars_text(result), *(scaled if scales else []), image]
+    parts = [table(rows, columns), text, bars_text(result), *(scaled if scales else [])]
+    parts += [image] if image else []
     return "\n\n".join(parts)
 
 
@@ -489,6 +494,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "mutations": mutations_text,
         "optim_cpu": optim_cpu,
         "optim_training": optim_training,
+        "optim_training_4_bits": optim_training_4_bits,
         "optimizers": optimizers,
         "overhead": overhead,
         "peers": peers_text,

@@ -8,7 +8,13 @@ from benchmarks import render
 from benchmarks._bars import Bar, bars_text, parsed
 from benchmarks._f8_tables import cosine_bars
 
-TRAINED = ("training", "optim_training", "fp8_training", "fp8_outliers")
+TRAINED = (
+    "training",
+    "optim_training",
+    "optim_training_4_bits",
+    "fp8_training",
+    "fp8_outliers",
+)
 
 
 @pytest.mark.parametrize("name", TRAINED)
