@@ -140,10 +140,10 @@ def of_overhead(result: Mapping[str, Any]) -> Iterator[Cost]:
         **known,
     )
     narrow = {row["step"]: row for row in result["narrow"]["rows"]}
-    for found, before, model in ((rows, "1.17", result), (narrow, "1.24", result["narrow"])):
+    for found, before, measured in ((rows, "1.17", result), (narrow, "1.24", result["narrow"])):
         yield Cost(
             what="instructions of a step, to one without a gate, ViT of width "
-            f"{model['model']['width']}",
+            f"{measured['model']['width']}",
             before=before,
             now=found["halfstep"]["instruction_ratio"],
             goal=1.15,
@@ -290,9 +290,7 @@ def of_optimizers(result: Mapping[str, Any]) -> Iterator[Cost]:
 
 def of_optim_training_4_bits(result: Mapping[str, Any]) -> Iterator[Cost]:
     """The loss with moments of 4 bits."""
-    apart = [
-        row[f"{name}_percent"] for row in result["results"] for name in ("final", "held_out")
-    ]
+    apart = [row[f"{name}_percent"] for row in result["results"] for name in ("final", "held_out")]
     yield Cost(
         what="percent between a loss with `flash_adamw(moment_bits=4)` and that with float32's "
         "AdamW, the larger of two models, final and held-out",
