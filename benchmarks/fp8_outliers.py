@@ -2,6 +2,7 @@
 
     python -m benchmarks.fp8_outliers --json FILE --plot PNG
     python -m benchmarks.fp8_outliers --from FILE --plot PNG
+    python -m benchmarks.fp8_outliers --json FILE --resume --only bf16 nvfp4
 
 The language model of `benchmarks.training`, smaller, whose every layer reads, beside its own
 channels, a block of 128 more that hold one large number and that its weights do not look at. Large
@@ -22,7 +23,8 @@ from jaxtyping import Array
 
 from benchmarks import training
 from benchmarks._report import parser
-from benchmarks._runs import Trainer
+from benchmarks._resume import add_choice, earlier_runs
+from benchmarks._runs import MappedTrainer
 from benchmarks._tasks import Schedule, Task, python_sources
 from tests.models import gpt as _gpt
 
@@ -30,7 +32,7 @@ MODULE = "benchmarks.fp8_outliers"
 REFERENCE = "bf16"
 SPOILED = ("f8", "f8-row")
 """Recipes with scales that massive activations share with all others, or with those of a row."""
-ROBUST = ("f8-block", "mxfp8")
+ROBUST = ("f8-block", "mxfp8", "nvfp4")
 NAMES = (REFERENCE, *SPOILED, *ROBUST)
 BAR_PERCENT = 1.0
 SPOILED_PERCENT = 5.0
@@ -82,9 +84,9 @@ QUICK = training.Plan(
 )
 
 
-def trainer_of(task: Task, name: str) -> Trainer:
+def trainer_of(task: Task, name: str) -> MappedTrainer:
     """A task in one precision."""
-    return Trainer(task, name)
+    return MappedTrainer(task, name)
 
 
 def bar_of(name: str, loss: str) -> float | None:
@@ -105,13 +107,21 @@ def with_bars(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser(MODULE, "The loss of a model with massive activations in 8 bits.")
+    options = parser(MODULE, "The loss of a model with massive activations in 8 and 4 bits.")
+    add_choice(options, NAMES)
+    training.add_sources(options, drawn="the losses", quick="tiny models, twenty steps, one seed")
+    given = options.parse_args(argv)
+    earlier = earlier_runs(options, given)
 
     def make(quick: bool) -> dict[str, Any]:
         plan = QUICK if quick else FULL
-        return with_bars(training.measure(plan, MODULE, NAMES, trainer_of, bar_of))
+        return with_bars(
+            training.measure(
+                plan, MODULE, NAMES, trainer_of, bar_of, only=given.only, earlier=earlier
+            )
+        )
 
-    return training.run(options, argv, make, bar_percent=BAR_PERCENT)
+    return training.finish(given, make, bar_percent=BAR_PERCENT)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class Plan:
 
     tasks: Callable[[], Sequence[Task]]
     seeds: tuple[int, ...]
+    only: tuple[str, ...] = ("",)
+    """How the names of tasks begin that are trained; others keep their earlier runs."""
 
 
 # At three times its learning rate, the language model ends elsewhere even in float32 if its initial
@@ -96,14 +98,14 @@ def train(
             bar.set_description(task.name)
             for policy in policies:
                 trainer = (trainer_of or Trainer)(task, policy)
-                for seed in seeds:
-                    made = trainer.run(seed, bar)
+                for seed, made in zip(seeds, trainer.runs(seeds, bar), strict=True):
                     means = made.pop("losses").reshape(-1, EVERY).mean(axis=1)
                     rows.append(
                         {
                             "task": task.name,
                             "policy": policy,
                             "seed": seed,
+                            "jax": jax.__version__,
                             **{name: rounded(value) for name, value in made.items()},
                             "curve": [rounded(value) for value in means],
                         }
@@ -143,10 +145,18 @@ def summarize(
     results, bars = [], {}
     for task, about in tasks.items():
         mine = [run for run in runs if run["task"] == task]
-        reference = {run["seed"]: run for run in mine if run["policy"] == first}
-        for policy in policies:
-            group = [run for run in mine if run["policy"] == policy]
+        for policy, jax_of in _made_by(mine, policies):
+            group = [run for run in _of(mine, policy) if run.get("jax") == jax_of]
+            # Each run is compared with one of the same versions.
+            reference = {run["seed"]: run for run in _of(mine, first) if run.get("jax") == jax_of}
+            if not reference:
+                raise SystemExit(
+                    f"there is no run of {first} on {task} with JAX {jax_of}, with which {policy} "
+                    f"was trained: train {first} as well (--only {first} ...)."
+                )
             row: dict[str, Any] = {"task": task, "policy": policy}
+            if jax_of is not None:
+                row["jax"] = jax_of
             for name, loss in LOSSES.items():
                 mean = statistics.fmean(map(loss, group))
                 base = statistics.fmean(map(loss, reference.values()))
@@ -170,16 +180,42 @@ def summarize(
     return {"results": results, "bars": bars, "passed": all(bars.values())}
 
 
+def _of(runs: Sequence[Mapping[str, Any]], policy: str) -> list[Mapping[str, Any]]:
+    return [run for run in runs if run["policy"] == policy]
+
+
+def _made_by(
+    runs: Sequence[Mapping[str, Any]], policies: Sequence[str]
+) -> list[tuple[str, str | None]]:
+    """Policies, each with the JAX that its runs were made with; some were kept from earlier."""
+    return [
+        (policy, jax_of)
+        for policy in policies
+        for jax_of in dict.fromkeys(run.get("jax") for run in _of(runs, policy))
+    ]
+
+
 def measure(
     plan: Plan,
     module: str = MODULE,
     policies: Sequence[str] = POLICIES,
     trainer_of: Callable[[Task, str], Trainer] | None = None,
     bar_of: Callable[[str, str], float | None] = lambda policy, loss: BAR_PERCENT,
+    *,
+    only: Sequence[str] | None = None,
+    earlier: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Train every run and report on all."""
+    """Train every run and report on all.
+
+    With `only`, the other policies are not trained: their runs are those of `earlier`, an earlier
+    report's, which say with which JAX they were made.
+    """
     tasks = plan.tasks()
-    runs = train(tasks, plan.seeds, policies, trainer_of)
+    chosen = [task for task in tasks if task.name.startswith(plan.only)]
+    trained = train(chosen, plan.seeds, policies if only is None else only, trainer_of)
+    runs = kept(earlier, trained, policies[0]) + trained
+    runs.sort(key=lambda run: [task.name for task in tasks].index(run["task"]))
+    policies = [name for name in policies if _of(runs, name)]
     about = {task.name: {**task.about, **dataclasses.asdict(task.schedule)} for task in tasks}
     results = {
         "backend": jax.default_backend(),
@@ -194,11 +230,33 @@ def measure(
     return report(module, results, packages=("numpy",))
 
 
+def kept(
+    earlier: Sequence[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]], first: str
+) -> list[Any]:
+    """The runs of an earlier report that new ones do not replace, with what they compare with."""
+
+    new = {(run["task"], run["policy"]) for run in trained}
+    left = [run for run in earlier if (run["task"], run["policy"]) not in new]
+    others = [run for run in left if run["policy"] != first]
+    # Runs of the first policy stay as long as others of the same versions are compared with them.
+    needed = {(run["task"], run.get("jax")) for run in [*others, *trained]}
+    made = {(run["task"], run.get("jax")) for run in trained if run["policy"] == first}
+    return [
+        *(
+            run
+            for run in earlier
+            if run["policy"] == first and (run["task"], run.get("jax")) in needed - made
+        ),
+        *others,
+    ]
+
+
 def show(made: Mapping[str, Any], file: TextIO) -> None:
     """The figures, for people."""
     columns = {
         "task": "task",
         "policy": "policy",
+        "jax": "JAX",
         "final_loss": "loss",
         "final_percent": "% to first",
         "held_out_loss": "held out",

@@ -63,6 +63,10 @@ def test_one_of_the_users_own():
         (lambda: Factor(element="e4m3", per="block", size=48), r"`size` is a power of two; got 48"),
         (lambda: Factor(element="e2m1"), r"4 bits need a scale for each block"),
         (lambda: Factor(element="e4m3", rotate=True), r"about blocks"),
+        (
+            lambda: Factor(element="e4m3", per="block", size=32, four_or_six=True),
+            r"`four_or_six` is about elements of 4 bits.*got element='e4m3' and two_level=False",
+        ),
         (lambda: dataclasses.replace(RECIPES["f8-row"], history=4), r"for scales per tensor"),
         (lambda: dataclasses.replace(RECIPES["f8"], margin=-1), r"must be 0 or more; got 0 and -1"),
         (lambda: _legs(32, 16), r"blocks of one size along what is summed; got 32 and 16"),

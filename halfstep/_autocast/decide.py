@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import AbstractValue
 
 from halfstep._autocast import custom_rules, nested
-from halfstep._autocast.f8.eligible import site_of
+from halfstep._autocast.f8.eligible import NO_RECIPE, site_of
 from halfstep._autocast.kinds import Kind, is_subject, join
 from halfstep._autocast.nested import Planner
 from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
@@ -38,6 +38,10 @@ def decide(
     holds = node.name in _PLANNERS
     if chosen is not None and callable(chosen.outcome) and not holds:
         return _by_function(node, graph, kinds, settings, chosen.outcome, str(chosen))
+    given = None
+    if chosen is not None and chosen.recipe is not None:
+        # A rule that gives a recipe says nothing else about the contraction.
+        given, chosen = chosen, None
     outcome = _outcome(node, chosen)
     if holds and outcome is None:
         return _PLANNERS[node.name](node, kinds, settings, plan)
@@ -52,7 +56,7 @@ def decide(
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
     if node.name in CONTRACTIONS:
-        return _contraction(node, graph, kinds, settings, rule, make, by)
+        return _contraction(node, graph, kinds, settings, rule, make, by, given)
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)
     widest = _met(kinds)
@@ -91,6 +95,22 @@ def _contraction(
     rule: Rule,
     make: Callable[..., Decision],
     chosen: str,
+    given: PrecisionRule | None,
+) -> Decision:
+    made = _in_compute(node, graph, kinds, settings, rule, make, chosen, given)
+    # Also a rule whose recipe does not apply has matched something.
+    return made if given is None else dataclasses.replace(made, recipe_by=str(given))
+
+
+def _in_compute(
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    rule: Rule,
+    make: Callable[..., Decision],
+    chosen: str,
+    given: PrecisionRule | None,
 ) -> Decision:
     avals = [graph.aval(operand) for operand in node.ins[:2]]
     ours = [is_subject(aval, settings.compute) for aval in avals]
@@ -111,8 +131,12 @@ def _contraction(
     wide = rule is Rule.ACCUMULATE or settings.accumulate
     out = Kind.WIDE if wide else Kind.LOW
     decision = make(Rule.COMPUTE, settings.compute, out, barrier=True)
-    if settings.recipe is None:
+    if not settings.recipes:
         return decision
+    recipe = settings.recipe if given is None else given.recipe
+    if recipe is None:
+        return dataclasses.replace(decision, refusal=NO_RECIPE)
+    decision = dataclasses.replace(decision, recipe=recipe)
     if picking is not None:
         return dataclasses.replace(decision, refusal=PICKS)
     # An `accumulate` rule is about the result's dtype only, so it does not exclude the recipe.
@@ -121,7 +145,7 @@ def _contraction(
         node,
         graph,
         kinds,
-        settings.recipe,
+        recipe,
         by=by,
         has_state=settings.has_state,
         compute=settings.compute,
@@ -159,7 +183,9 @@ def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | Non
         return None
     operation = operation_of(node, graph)
     for rule in settings.rules:
-        concerned = rule.outcome != "accumulate" or node.name in CONTRACTIONS
+        # These outcomes are about contractions only.
+        narrow = rule.outcome == "accumulate" or rule.recipe is not None
+        concerned = not narrow or node.name in CONTRACTIONS
         if concerned and rule.matches(operation):
             return rule
     return None
@@ -178,7 +204,7 @@ def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:
     """Return the outcome of the user's rule for an operation; `None` if the table decides."""
     if chosen is None:
         return None
-    if not callable(chosen.outcome):
+    if isinstance(chosen.outcome, str):
         outcome = Rule(chosen.outcome.replace("_", " "))
         if node.name not in _PLANNERS or outcome in (Rule.FLOAT32, Rule.AS_TRACED):
             return outcome
@@ -270,7 +296,8 @@ def _is_spread(node: Node, graph: Graph, operand: Operand) -> bool:
 def _is_plain_product(node: Node, graph: Graph, settings: Settings) -> bool:
     """Return whether an operation is a product for which the user has asked for nothing."""
     is_product = node.name in CONTRACTIONS and not _asks_for_precision(node)
-    return is_product and _chosen(node, graph, settings) is None
+    chosen = _chosen(node, graph, settings)
+    return is_product and (chosen is None or chosen.recipe is not None)
 
 
 def _asks_for_precision(node: Node) -> bool:

@@ -38,7 +38,7 @@ def plan(
             recipe applies to values that are made of them.
     """
     state = Draft(graph, settings)
-    unquantized = dataclasses.replace(settings, recipe=None)
+    unquantized = dataclasses.replace(settings, quantizes=False)
     linear = {graph.inputs[position] for position in tangents}
     for number, kind in zip(graph.inputs, in_kinds, strict=True):
         state.kinds[number] = kind

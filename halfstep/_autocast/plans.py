@@ -15,7 +15,14 @@ from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast.saved.stores import Saves, Store
 from halfstep._base import Rounding
-from halfstep._policy import Factor, PrecisionFunction, PrecisionRule, Recipe, plain_scope
+from halfstep._policy import (
+    Factor,
+    PrecisionFunction,
+    PrecisionRule,
+    Recipe,
+    plain_scope,
+    recipes_of,
+)
 from halfstep._program import Cond, Constant, Graph, Node, Operand, Scan, size
 
 FLOAT32 = np.dtype(np.float32)
@@ -33,7 +40,7 @@ class Settings:
     reduce: np.dtype | None = None
     """The dtype of parameters' gradients from contractions, if it is not the compute dtype."""
     recipe: Recipe | None = None
-    """How products of weights are computed in 8 or 4 bits, if they are."""
+    """How products of weights are computed in 8 or 4 bits, unless a rule says otherwise."""
     residuals: Factor | None = None
     """How residuals are kept for the backward pass, if not in the compute dtype."""
     saves: Saves | None = None
@@ -42,6 +49,13 @@ class Settings:
     """Whether the user recomputes the function as a whole, so that islands would save nothing."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not inside a `shard_map` or a `while`."""
+    quantizes: bool = True
+    """Whether recipes apply at all: they do not where a function must stay linear."""
+
+    @functools.cached_property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """All recipes that products may have: the policy's own, then those that rules give."""
+        return recipes_of(self.recipe, self.rules) if self.quantizes else ()
 
     @property
     def has_segments(self) -> bool:
@@ -70,6 +84,10 @@ class Decision:
     """The product in 8 or 4 bits, if the contraction is one."""
     refusal: str = ""
     """Why the recipe does not apply to the contraction, if it does not."""
+    recipe: Recipe | None = None
+    """The recipe that was chosen for the contraction, whether or not it applies."""
+    recipe_by: str = ""
+    """The user's rule that has chosen the recipe, if one has."""
     store: Store | None = None
     """How its results are kept for the backward pass, if a `jax.checkpoint` is to save them."""
     stored_by: str = ""

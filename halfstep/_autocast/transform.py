@@ -28,7 +28,7 @@ from halfstep._base import (
     parse_dtype,
     refusing,
 )
-from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy
+from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy, recipes_of
 
 
 @overload
@@ -151,12 +151,15 @@ def _check_function(func: object) -> None:
 
 def check_state(policy: Policy, *, has_state: bool) -> None:
     """Raise if a policy's recipe needs state and has none."""
-    recipe = policy.recipe
-    if recipe is not None and recipe.needs_state and not has_state:
-        key = ", key=jax.random.key(0)" if recipe.is_random else ""
+    recipes = recipes_of(policy.recipe, policy.rules)
+    found = next((recipe for recipe in recipes if recipe.needs_state), None)
+    if found is not None and not has_state:
+        own = found if policy.recipe is None else policy.recipe
+        key = ", key=jax.random.key(0)" if any(one.is_random for one in recipes) else ""
+        rules = ", policy=policy" if policy.rules else ""
         raise ValueError(
-            f"the recipe {recipe.name!r} has state, and none was given: make it with "
-            f"scaling = halfstep.RECIPES[{recipe.name!r}].init(loss, *args{key}), and pass "
+            f"the recipe {found.name!r} has state, and none was given: make it with "
+            f"scaling = halfstep.RECIPES[{own.name!r}].init(loss, *args{key}{rules}), and pass "
             "scaling=scaling."
         )
 
@@ -296,7 +299,8 @@ def check_rules(plan: Plan) -> None:
     used, names, scopes = set(), set(), set()
     for owner, index in decided(plan):
         node = owner.graph.nodes[index]
-        used |= {owner.decisions[index].by, owner.decisions[index].stored_by}
+        decision = owner.decisions[index]
+        used |= {decision.by, decision.stored_by, decision.recipe_by}
         names.add(node.name)
         parts = node.scope.split("/")
         scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}

@@ -24,7 +24,14 @@ from halfstep._base import (
 from halfstep._explain.entries import ExplainEntry
 from halfstep._explain.findings import ExplainFinding
 from halfstep._explain.residual_rows import ExplainResidual
-from halfstep._explain.totals import ExplainTotals, f8_fix, is_f8_eligible, is_low, why_not_f8
+from halfstep._explain.totals import (
+    ExplainF8,
+    ExplainTotals,
+    f8_fix,
+    is_f8_eligible,
+    is_low,
+    why_not_f8,
+)
 from halfstep._policy import Recipe
 from halfstep._program import Source
 
@@ -234,12 +241,16 @@ def _few_bits(report: ExplainReport) -> list[tuple[str, str]]:
     if f8 is None:
         return []
     count = f"{f8.count} of {number_of(f8.total, 'contraction')} ({percent(f8.flops)} of the FLOPs)"
-    pairs = [(f"  in {f8.format}", f"{count}; {percent(f8.eligible)} of what {f8.recipe} is for")]
+    pairs = [(f"  in {f8.format}", f"{count}; {percent(f8.eligible)} of what {_told(f8)} for")]
     for other in f8.others:
         mark = "missed" if other.eligible else "not for it"
         named = [*other.sources[:_LINES], *(["..."] if len(other.sources) > _LINES else [])]
         pairs.append((f"  {mark}", f"{other.count}: {other.reason}: {', '.join(named)}"))
     return pairs
+
+
+def _told(f8: ExplainF8) -> str:
+    return f"{f8.recipe} {'are' if ' and ' in f8.recipe else 'is'}"
 
 
 def _stored(found: Mapping[str, int]) -> str:

@@ -43,7 +43,7 @@ from halfstep._explain.stored import Residual, residuals
 from halfstep._explain.totals import casts, own_casts, totals_of
 from halfstep._explain.walk import Step, walk
 from halfstep._explain.written import run_as_written
-from halfstep._policy import Policy, Recipe, as_policy
+from halfstep._policy import Policy, as_policy, recipes_of
 from halfstep._program import Finder
 
 _MEBIBYTE = 2**20
@@ -151,7 +151,7 @@ def explain(
             totals_of(entries, settings, added, stored, written),
             merged(findings),
             tuple(notes),
-            policy.recipe,
+            next(iter(recipes_of(policy.recipe, policy.rules)), None),
             rows(stored or (), steps),
         )
 
@@ -174,7 +174,7 @@ def _lowered(call: FlatCall, traced: TracedCall, sharing: Sharing) -> Callable[.
     if settings.compute.itemsize >= 4:
         return call
     check_rules(traced.plan)
-    has_state = settings.recipe is not None and settings.recipe.needs_state
+    has_state = any(recipe.needs_state for recipe in settings.recipes)
     state = _blank(traced.plan) if has_state else None
     return lambda *arrays: run_traced(traced, arrays, state=state, sharing=sharing)
 
@@ -193,9 +193,8 @@ def _written(call: FlatCall, traced: TracedCall, sharing: Sharing) -> ClosedJaxp
 
 def _blank(plan: Plan) -> Mapping[str, Slot]:
     """Return a recipe's state before any observations: `explain` needs only its shapes."""
-    recipe: Recipe | None = plan.settings.recipe
-    has_scales = recipe is not None and bool(recipe.history)
-    is_random = recipe is not None and recipe.is_random
+    has_scales = any(recipe.history for recipe in plan.settings.recipes)
+    is_random = any(recipe.is_random for recipe in plan.settings.recipes)
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return {
         found.name: Slot(

@@ -45,9 +45,10 @@ def reason(place: PlanPlace, index: int, finder: Finder) -> str:
     if node.name in CONTRACTIONS and decision.rule is not Rule.COMPUTE:
         return not_lowered(place, index)
     if decision.site is not None:
-        return _written_as(decision.site, name_of(place.plan.settings.compute))
-    if decision.refusal and place.plan.settings.recipe is not None:
-        return f"not {place.plan.settings.recipe.name}: {decision.refusal}"
+        said = _written_as(decision.site, name_of(place.plan.settings.compute))
+        return f"{said}, rule {decision.recipe_by}" if decision.recipe_by else said
+    if decision.refusal and decision.recipe is not None:
+        return f"not {decision.recipe.name}: {decision.refusal}"
     if not decision.known:
         return "not in the table of operations: runs as written"
     if decision.rule in (Rule.WIDEST, Rule.FOLLOW):

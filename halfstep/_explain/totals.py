@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from halfstep._autocast import TWO_ACTIVATIONS, TWO_PARAMETERS, Settings
+from halfstep._autocast import NO_RECIPE, TWO_ACTIVATIONS, TWO_PARAMETERS, Settings
 from halfstep._explain.entries import ExplainEntry, is_float, name_of
 from halfstep._explain.reasons import KEPT
 from halfstep._explain.stored import Residual
@@ -15,6 +15,8 @@ from halfstep._explain.walk import Step
 from halfstep._policy import Recipe
 from halfstep._program import Opaque, structure_of
 
+# Reasons that say that no recipe is for a contraction.
+_NOT_FOR = (TWO_ACTIVATIONS, TWO_PARAMETERS, KEPT, NO_RECIPE)
 _FLOATS = frozenset({"bf16", "f16", "f32", "f64", "e4m3", "e5m2", "e2m1"})
 
 
@@ -55,15 +57,15 @@ class ExplainF8:
     """How many contractions of a forward pass are in 8 or 4 bits, and why the others are not.
 
     Attributes:
-        format: `"fp8"`, or `"fp4"` for a recipe of 4 bits.
-        recipe: The recipe's name.
+        format: `"fp8"`, `"fp4"` for a recipe of 4 bits, or `"fp4 and fp8"` where rules mix them.
+        recipe: The name of the policy's recipe, or the names of all that its rules give.
         count: How many contractions are multiplied in this format.
         total: How many contractions there are.
         flops: Their share of the FLOPs of all contractions; 1 if there are none.
         eligible: Their share of the FLOPs of the contractions that the recipe is for. These are all
             but products of two activations, unless the recipe's `activations` allows them; products
-            of two parameters; and what a rule of the policy, `keep` or `keep_precision` has
-            decided.
+            of two parameters; what a rule of the policy, `keep` or `keep_precision` has decided;
+            and what no rule gives a recipe, if the policy has none.
         others: The contractions that are not in this format, by reason: first those that the recipe
             is for.
 
@@ -177,7 +179,7 @@ def totals_of(
         kept(stored, False),
         kept(stored, True),
         kept(written, False),
-        None if settings.recipe is None else _f8_of(entries, settings.recipe),
+        _f8_of(entries, settings.recipes) if settings.recipes else None,
     )
 
 
@@ -254,14 +256,14 @@ def own_casts(steps: list[Step]) -> int:
 # Contractions in 8 or 4 bits.
 
 
-def _f8_of(entries: Sequence[ExplainEntry], recipe: Recipe) -> ExplainF8:
+def _f8_of(entries: Sequence[ExplainEntry], recipes: Sequence[Recipe]) -> ExplainF8:
     """Count the contractions in 8 or 4 bits, and group the others by reason."""
     contractions = [entry for entry in entries if entry.is_contraction]
     inside = [entry for entry in contractions if entry.in_f8]
     groups: dict[tuple[str, str, bool], list[ExplainEntry]] = {}
     for entry in contractions:
         if not entry.in_f8:
-            key = (why_not_f8(entry), f8_fix(entry, recipe), is_f8_eligible(entry))
+            key = (why_not_f8(entry), f8_fix(entry, recipes[0]), is_f8_eligible(entry))
             groups.setdefault(key, []).append(entry)
     others = [
         ExplainOthers(
@@ -274,8 +276,8 @@ def _f8_of(entries: Sequence[ExplainEntry], recipe: Recipe) -> ExplainF8:
     ]
     done = _flops(inside)
     return ExplainF8(
-        format="fp4" if {factor.element for factor in recipe.forward} == {"e2m1"} else "fp8",
-        recipe=recipe.name,
+        format=" and ".join(sorted({_format(recipe) for recipe in recipes})),
+        recipe=" and ".join(recipe.name for recipe in recipes),
         count=sum(entry.count for entry in inside),
         total=sum(entry.count for entry in contractions),
         flops=_share(done, _flops(contractions)),
@@ -284,15 +286,17 @@ def _f8_of(entries: Sequence[ExplainEntry], recipe: Recipe) -> ExplainF8:
     )
 
 
+def _format(recipe: Recipe) -> str:
+    return "fp4" if {factor.element for factor in recipe.forward} == {"e2m1"} else "fp8"
+
+
 def is_f8_eligible(entry: ExplainEntry) -> bool:
     """Return whether a recipe is for a contraction, and nothing the user says is against it."""
     if entry.in_f8:
         return True
     # Recipes leave products of integers and of complex numbers alone.
     floats = {value.dtype for value in entry.ins[:2]} <= _FLOATS
-    return (
-        floats and not entry.by and why_not_f8(entry) not in (TWO_ACTIVATIONS, TWO_PARAMETERS, KEPT)
-    )
+    return floats and not entry.by and why_not_f8(entry) not in _NOT_FOR
 
 
 def why_not_f8(entry: ExplainEntry) -> str:
@@ -303,7 +307,7 @@ def why_not_f8(entry: ExplainEntry) -> str:
 def f8_fix(entry: ExplainEntry, recipe: Recipe) -> str:
     """Return what to type for a contraction not in 8 or 4 bits; empty if nothing is wrong."""
     why = why_not_f8(entry)
-    if entry.by or why in (TWO_PARAMETERS, KEPT):
+    if entry.by or why in (TWO_PARAMETERS, KEPT, NO_RECIPE):
         return ""
     if why == TWO_ACTIVATIONS:
         return f'`dataclasses.replace(halfstep.RECIPES["{recipe.name}"], activations=True)`.'

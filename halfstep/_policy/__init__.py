@@ -33,6 +33,7 @@ from halfstep._policy.rules import (
     PrecisionFunction as PrecisionFunction,
     PrecisionRule as PrecisionRule,
     plain_scope as plain_scope,
+    recipes_of as recipes_of,
 )
 from halfstep._policy.store_rules import (
     StoreOutcome as StoreOutcome,

@@ -16,7 +16,7 @@ import numpy as np
 from halfstep._base import DTypeLike, checked, compile_rule, dtype_name, parse_dtype
 from halfstep._policy.cast import cast_tree
 from halfstep._policy.recipe import RECIPES, Recipe, as_recipe
-from halfstep._policy.rules import PrecisionRule
+from halfstep._policy.rules import PrecisionRule, recipes_of
 from halfstep._policy.store_rules import StoreRule
 
 T = TypeVar("T")
@@ -60,7 +60,8 @@ class Policy:
         keep: Path rules for arguments to keep in float32, matrix products included; in the mode
             `"inputs"`, for arguments that are not cast.
         rules: Rules for single operations, which override the table of `autocast`:
-            `PrecisionRule`s, or strings: `("op:tanh=compute", "scope:decoder/head=float32")`.
+            `PrecisionRule`s, or strings: `("op:tanh=compute", "scope:decoder/head=float32")`. A
+            rule can also give another recipe to some products: `"scope:head=mxfp8"`.
         accumulate: The dtype in which contractions return their results: the compute dtype
             (`None`), or float32 for results that may leave the range of float16.
         recipe: How products of activations and weights are computed in 8 or 4 bits: a `Recipe`, or
@@ -165,11 +166,14 @@ class Policy:
                 f"compute={dtype_name(values['compute'])!r}. Leave it out, or choose "
                 "compute='bf16'."
             )
-        if values["recipe"] and values["compute"].itemsize != 2:
+        recipes = recipes_of(values["recipe"], values["rules"])
+        if recipes and values["compute"].itemsize != 2:
             raise ValueError(
-                f"the recipe {values['recipe'].name!r} is for a compute dtype of 16 bits, in which "
+                f"the recipe {recipes[0].name!r} is for a compute dtype of 16 bits, in which "
                 f"all else runs; got compute={dtype_name(values['compute'])!r}."
             )
+        for rule in values["rules"]:
+            _check_state(rule, values["recipe"])
         if residuals is not None and residuals not in get_args(Residuals):
             raise ValueError(f"`residuals` is 'e4m3', 'e5m2' or None; got {residuals!r}.")
         if residuals is not None and (values["compute"].itemsize != 2 or mode == "inputs"):
@@ -354,6 +358,26 @@ def _named(name: str) -> dict[str, Any]:
         return {"compute": parse_dtype(name)}
     except ValueError as error:
         raise ValueError(f"{error} Or name a recipe: {', '.join(map(repr, RECIPES))}.") from None
+
+
+def _check_state(rule: PrecisionRule, own: Recipe | None) -> None:
+    """Raise if a rule's recipe has state that the policy's recipe does not provide."""
+    recipe = rule.recipe
+    if recipe is None or recipe == own:
+        return
+    # One scaling holds the state of all products, in the form that the policy's recipe gives it.
+    if recipe.history:
+        raise ValueError(
+            f"the rule {str(rule)!r} gives products delayed scales, whose state only the policy's "
+            f"own recipe has. Make {recipe.name!r} the recipe, and name other recipes in rules; or "
+            "take a recipe without history."
+        )
+    if recipe.is_random and own is None:
+        raise ValueError(
+            f"the rule {str(rule)!r} gives products the random recipe {recipe.name!r}, whose state "
+            "belongs to the policy's recipe, and the policy has none. Make it the policy's recipe, "
+            f"and keep other products out of it: '{recipe.name},scope:head=compute'."
+        )
 
 
 def _accumulator(dtype: DTypeLike | None, compute: np.dtype) -> np.dtype | None:

@@ -17,6 +17,10 @@ from halfstep._base import check_fields
 Element = Literal["e4m3", "e5m2", "e2m1"]
 Per = Literal["tensor", "row", "block", "tile"]
 Rounding = Literal["nearest", "stochastic"]
+RecipeName = Literal[
+    "f8", "f8-e4m3", "f8-delayed", "f8-row", "f8-row-gw", "f8-block", "mxfp8", "nvfp4"
+]
+"""The names of `RECIPES`."""
 
 _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {
@@ -40,6 +44,9 @@ class Factor:
         two_level: Whether the scales of blocks are 8-bit numbers (e4m3), with another scale for the
             whole tensor. Otherwise they are powers of two, which never round.
         rounding: `"nearest"`, or `"stochastic"`: at random, with the right mean.
+        four_or_six: Whether the largest magnitude of a block of `"e2m1"` becomes 4 or 6, whichever
+            loses less of the block. Elements between 4 and 6 are a third apart, so that many blocks
+            lose less without them.
         rotate: Whether blocks are first multiplied by a Hadamard matrix with random signs, which
             spreads outliers. The other factor of the product is rotated in the same way, so the
             product does not change.
@@ -60,6 +67,7 @@ class Factor:
     two_level: bool = False
     rounding: Rounding = "nearest"
     rotate: bool = False
+    four_or_six: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,6 +85,12 @@ class Factor:
             raise ValueError(
                 f"4 bits need a scale for each block; got per={self.per!r}. Give per='block' and a "
                 "size."
+            )
+        if self.four_or_six and not (self.element == "e2m1" and self.two_level):
+            raise ValueError(
+                "`four_or_six` is about elements of 4 bits with scales of two levels; got "
+                f"element={self.element!r} and two_level={self.two_level}. Give element='e2m1' and "
+                "two_level=True."
             )
         if (self.two_level or self.rotate) and not self.is_blocked:
             raise ValueError(
@@ -249,13 +263,13 @@ def _recipes() -> Mapping[str, Recipe]:
     tile = Factor(element="e4m3", per="tile", size=128)
     mx = Factor(element="e4m3", per="block", size=32)
     fp4 = Factor(element="e2m1", per="block", size=16, two_level=True)
-    fp4_tile = dataclasses.replace(fp4, per="tile")
     fp4_random = dataclasses.replace(fp4, rounding="stochastic")
+    fp4 = dataclasses.replace(fp4, four_or_six=True)
     rotated, rotated_random = (dataclasses.replace(f, rotate=True) for f in (fp4, fp4_random))
     # Gradients need range more than digits, so they use e5m2, as in NVIDIA's Transformer Engine,
     # which calls this "hybrid". A scale for each row or block already provides the range, and
-    # everything is e4m3 there. A weight's blocks are square (tiles), so that its transpose, by
-    # which the gradient of the input multiplies, has the same scales and the same numbers.
+    # everything is e4m3 there. In "f8-block", a weight's blocks are square (tiles), so that its
+    # transpose, by which the gradient of the input multiplies, has the same scales and numbers.
     rows = (
         Recipe(name="f8", forward=(e4, e4), input_gradient=(e5, e4), weight_gradient=(e4, e5)),
         Recipe(name="f8-e4m3", forward=(e4, e4), input_gradient=(e4, e4), weight_gradient=(e4, e4)),
@@ -284,11 +298,15 @@ def _recipes() -> Mapping[str, Recipe]:
         Recipe(name="mxfp8", forward=(mx, mx), input_gradient=(mx, mx), weight_gradient=(mx, mx)),
         # NVIDIA's recipe for training (arXiv:2509.25149). With 4 bits, rounding to nearest would
         # bias gradients, so they are rounded at random. Outliers matter most for the weight's
-        # gradient, which sums over tokens, so only its factors are rotated.
+        # gradient, which sums over tokens, so only its factors are rotated. Blocks that are rounded
+        # to nearest are scaled to 4 or to 6, whichever loses less (arXiv:2512.02010). NVIDIA scales
+        # weights per tile of 16 x 16. Blocks of 1 x 16 lose a sixth less of a weight, because the
+        # largest of 16 numbers is smaller than the largest of 256, and weights are encoded once for
+        # each leg in any case.
         Recipe(
             name="nvfp4",
-            forward=(fp4, fp4_tile),
-            input_gradient=(fp4_random, fp4_tile),
+            forward=(fp4, fp4),
+            input_gradient=(fp4_random, fp4),
             weight_gradient=(rotated, rotated_random),
             experimental=True,
         ),

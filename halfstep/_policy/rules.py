@@ -3,12 +3,13 @@
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal as OneOf, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal as OneOf, TypeGuard, get_args
 
 import jax
 
 from halfstep._base import check_fields, checked, compile_rule
+from halfstep._policy.recipe import RECIPES, Recipe, RecipeName, as_recipe
 
 Outcome = OneOf["compute", "float32", "widest", "follow", "as_traced", "accumulate"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
@@ -59,7 +60,9 @@ class PrecisionRule:
         outcome: `"compute"` (operands and result in the compute dtype), `"float32"` (in float32,
             contractions and whole loops included), `"widest"`, `"follow"` or `"as_traced"` (as in
             the table of operations), `"accumulate"` (a contraction of operands in the compute dtype
-            whose result stays float32; other operations are not affected), or a function
+            whose result stays float32; other operations are not affected), a recipe or its name
+            (`"mxfp8"`: products of weights are computed with this recipe and not with the policy's;
+            other operations are not affected), or a function
             `(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)` that
             returns the operands and parameters to run the operation with.
         op: Which primitives, by name; `*` and `?` may be used. `None` means all.
@@ -88,7 +91,7 @@ class PrecisionRule:
         ```
     """
 
-    outcome: Outcome | PrecisionFunction
+    outcome: Outcome | RecipeName | Recipe | PrecisionFunction
     op: str | None = None
     scope: str | None = None
     where: Callable[[Operation], bool] | None = None
@@ -96,6 +99,9 @@ class PrecisionRule:
     def __post_init__(self) -> None:
         check_fields(self)
         _check_outcome(self.outcome)
+        if isinstance(self.outcome, Recipe) and RECIPES.get(self.outcome.name) == self.outcome:
+            # One form for each rule, so that a rule that is read back compares equal.
+            object.__setattr__(self, "outcome", self.outcome.name)
         if self.op is None and self.scope is None and self.where is None:
             raise ValueError(
                 f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
@@ -106,7 +112,7 @@ class PrecisionRule:
     @staticmethod
     @checked
     def parse(text: str) -> "PrecisionRule":
-        """Read `"op:tanh=compute"`, `"scope:head=float32"` or `"op:dot_general@head=accumulate"`.
+        """Read `"op:tanh=compute"`, `"op:dot_general@head=accumulate"` or `"scope:head=mxfp8"`.
 
         Raises:
             ValueError: If the text is not a rule.
@@ -131,12 +137,17 @@ class PrecisionRule:
             place = "op:*"
         if self.where is not None:
             place += f" where {_name(self.where)}"
-        return f"{place}={_name(self.outcome) if callable(self.outcome) else self.outcome}"
+        return f"{place}={_told(self.outcome)}"
 
     @property
     def is_text(self) -> bool:
-        """Whether the rule can be written as text and read again: it holds no function."""
-        return self.where is None and not callable(self.outcome)
+        """Whether the rule can be written as text: it holds no function and no own recipe."""
+        return self.where is None and isinstance(self.outcome, str)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that the rule gives to products, if it gives one."""
+        return as_recipe(self.outcome) if _is_recipe(self.outcome) else None
 
     def matches(self, operation: Operation) -> bool:
         """Return whether the rule applies to an operation."""
@@ -172,11 +183,28 @@ def is_at(operation: Operation, op: str | None, scope: str | None) -> bool:
 
 
 def _check_outcome(outcome: object) -> Any:
-    if not callable(outcome) and outcome not in OUTCOMES:
+    if not callable(outcome) and outcome not in OUTCOMES and not _is_recipe(outcome):
         raise ValueError(
-            f"a rule's outcome is one of {', '.join(OUTCOMES)}, or a function; got {outcome!r}."
+            f"a rule's outcome is one of {', '.join(OUTCOMES)}, a recipe such as 'f8' or 'mxfp8', "
+            f"or a function; got {outcome!r}."
         )
     return outcome
+
+
+def _is_recipe(outcome: object) -> TypeGuard[Recipe | RecipeName]:
+    return isinstance(outcome, Recipe) or (isinstance(outcome, str) and outcome in RECIPES)
+
+
+def _told(outcome: object) -> str:
+    if isinstance(outcome, Recipe):
+        return outcome.name
+    return outcome if isinstance(outcome, str) else _name(outcome)
+
+
+def recipes_of(recipe: Recipe | None, rules: Sequence[PrecisionRule]) -> tuple[Recipe, ...]:
+    """Return the recipes of a policy: its own first, then those that its rules give."""
+    found = [recipe, *(rule.recipe for rule in rules)]
+    return tuple(dict.fromkeys(one for one in found if one is not None))
 
 
 def _name(function: object) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from halfstep._autocast import OFF, Settings, Slot, named_sites, rewritten, settings_of, trace
 from halfstep._base import at_least_float32, checked, listed, type_of, without_key_type
-from halfstep._policy import Policy, Recipe, as_policy, state_of
+from halfstep._policy import Policy, Recipe, as_policy, recipes_of, state_of
 from halfstep._training.scaling import AbstractLossScaling, NoLossScaling
 from halfstep._training.verdict import as_predicate
 from halfstep.quant._scaled import power_of_two
@@ -137,21 +137,23 @@ class F8Scaling(AbstractLossScaling):
             TypeError: If calibration is given a `jax.ShapeDtypeStruct` in place of an array.
         """
         loss = NoLossScaling() if loss_scaling is None else loss_scaling
-        if recipe.is_random and key is None:
+        policy = as_policy(policy or "bf16").replace(recipe=recipe)
+        found = [one for one in recipes_of(recipe, policy.rules) if one.is_random]
+        if found and key is None:
             raise ValueError(
-                f"the recipe {recipe.name!r} rounds at random: pass key=jax.random.key(seed)."
+                f"the recipe {found[0].name!r} rounds at random: pass key=jax.random.key(seed)."
             )
-        settings = settings_of(as_policy(policy or "bf16").replace(recipe=recipe))
+        settings = settings_of(policy)
         call = trace(func, settings, args, kwargs, params=listed(params), keep=())
         sites = {
-            found.name: SiteState(
-                history=jnp.zeros((*found.turns, recipe.history, 3), jnp.float32),
-                seen=jnp.zeros((*found.turns, 3, 3), jnp.float32),
-                degraded=jnp.zeros(found.turns, jnp.int32),
+            product.name: SiteState(
+                history=jnp.zeros((*product.turns, recipe.history, 3), jnp.float32),
+                seen=jnp.zeros((*product.turns, 3, 3), jnp.float32),
+                degraded=jnp.zeros(product.turns, jnp.int32),
             )
-            for found in named_sites(call.plan)
+            for product in named_sites(call.plan)
         }
-        bits = without_key_type(key) if recipe.is_random else None
+        bits = without_key_type(key) if found else None
         scaling = F8Scaling(
             loss=loss, sites=sites, key=bits, step=jnp.zeros((), jnp.int32), recipe=recipe, off=()
         )

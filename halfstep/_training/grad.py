@@ -28,7 +28,14 @@ from halfstep._base import (
     path_string,
     refusing,
 )
-from halfstep._policy import Policy, as_policy, cast_arguments, cast_tree, is_castable
+from halfstep._policy import (
+    Policy,
+    as_policy,
+    cast_arguments,
+    cast_tree,
+    is_castable,
+    recipes_of,
+)
 from halfstep._training.collective import (
     Reduction,
     agree,
@@ -71,6 +78,13 @@ def _check_recipe(policy: Policy, state: F8Scaling | None) -> None:
         raise ValueError(
             f"the scaling is the state of the recipe {state.recipe.name!r}, and the policy's is "
             f"{have!r}: pass policy={state.recipe.name!r}, or another scaling."
+        )
+    random = [one for one in recipes_of(policy.recipe, policy.rules) if one.is_random]
+    if state is not None and random and state.key is None:
+        raise ValueError(
+            f"the scaling has no random key, which the recipe {random[0].name!r} of the policy's "
+            f"rules needs: make it with halfstep.RECIPES[{state.recipe.name!r}].init(loss, *args, "
+            "key=jax.random.key(0), policy=policy)."
         )
 
 
@@ -370,7 +384,7 @@ class _Gradient:
                 microbatches=self.microbatches,
                 batch=self.batch,
                 carry=self.carry,
-                encodes=self.policy.recipe is not None,
+                encodes=bool(recipes_of(self.policy.recipe, self.policy.rules)),
             )
         )
 

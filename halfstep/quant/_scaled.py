@@ -1,7 +1,8 @@
 """Write the factors of products in 8 and 4 bits: elements, and the scales to multiply them by."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,11 @@ from jaxtyping import Array, Float, Float32, Key, Shaped
 
 from halfstep._policy import Factor
 from halfstep.quant._stochastic import stochastic_round
+
+# The smallest scale in e4m3.
+_SMALLEST = 2.0**-9
+# The largest element of 4 bits but one; its distance to the largest, 6, is the widest of all.
+_FOUR = 4.0
 
 
 class Scaled(NamedTuple):
@@ -140,14 +146,9 @@ def write_blocks(
     # Largest magnitudes are exact in every dtype: XLA need not write the rows in float32.
     amax = jnp.max(jnp.abs(value), axis=-1).astype(jnp.float32)
     if factor.per == "tile":
-        groups = math.ceil(rows / size)
-        filled = jnp.pad(amax, ((0, 0), (0, groups * size - rows), (0, 0)))
-        amax = jnp.max(filled.reshape(batch, groups, size, blocks), axis=2)
+        amax = _over_tiles(amax, factor, jnp.max)
     if factor.two_level:
-        scale, outer = _two_levels(amax, factor)
-        back = scale.astype(jnp.float32) * outer
-        # A block whose scale rounds to zero in e4m3 is written as zeros instead of infinities.
-        up = jnp.where(back == 0, 0, 1 / back)
+        scale, up, outer = _two_levels(value, amax, factor)
     else:
         up = power_of_two(amax, factor.max)
         # A power of two needs only its exponent.
@@ -158,13 +159,64 @@ def write_blocks(
 
 
 def _two_levels(
-    amax: Float32[Array, "..."], factor: Factor
-) -> tuple[Shaped[Array, "..."], Float32[Array, ""]]:
-    """Return the scales of blocks as e4m3, relative to one scale of the tensor."""
+    value: Float[Array, "b r k e"], amax: Float32[Array, "b g k"], factor: Factor
+) -> tuple[Shaped[Array, "b g k"], Float32[Array, "b g k"], Float32[Array, ""]]:
+    """Return the scales of blocks as e4m3, their inverses, and the scale of the tensor.
+
+    Args:
+        value: The blocks.
+        amax: The largest magnitude of each block or tile.
+        factor: How they are written.
+    """
     limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
-    needed = amax / factor.max
-    up = power_of_two(jnp.max(needed), limit)
-    return (needed * up).astype(jnp.float8_e4m3fn), inverse(up)
+    largest = _FOUR if factor.four_or_six else factor.max
+    up = power_of_two(jnp.max(amax / largest), limit)
+    outer = inverse(up)
+
+    def scaled_to(largest: float) -> tuple[Shaped[Array, "b g k"], Float32[Array, "b g k"]]:
+        # A scale that rounds to zero would make zeros of its block. The smallest scale keeps the
+        # magnitudes from a quarter of it on.
+        needed = jnp.maximum(amax / largest * up, _SMALLEST)
+        scale = needed.astype(jnp.float8_e4m3fn)
+        back = scale.astype(jnp.float32) * outer
+        # The smallest float32 numbers are flushed to zero.
+        return scale, jnp.where(back == 0, 0, 1 / back)
+
+    six = scaled_to(factor.max)
+    if not factor.four_or_six:
+        return *six, outer
+    four = scaled_to(_FOUR)
+    lost = [_lost(value, scale, inverted, outer, factor) for scale, inverted in (four, six)]
+    # Not less: a block with a NaN keeps the scale that says so, and so does a block of zeros.
+    is_four = lost[0] < lost[1]
+    return jnp.where(is_four, four[0], six[0]), jnp.where(is_four, four[1], six[1]), outer
+
+
+def _lost(
+    value: Float[Array, "b r k e"],
+    scale: Shaped[Array, "b g k"],
+    inverted: Float32[Array, "b g k"],
+    outer: Float32[Array, ""],
+    factor: Factor,
+) -> Float32[Array, "b g k"]:
+    """Return the sum of squared errors of each block or tile that is rounded with its scale."""
+    rows = value.shape[1]
+    value = value.astype(jnp.float32)
+    nearest = dataclasses.replace(factor, rounding="nearest")
+    elements = _rounded(value * scale_of_rows(inverted, rows, factor)[..., None], nearest, key=None)
+    of_rows = scale_of_rows(scale.astype(jnp.float32) * outer, rows, factor)
+    lost = jnp.sum((decoded(elements, of_rows, jnp.float32) - value) ** 2, axis=-1)
+    return _over_tiles(lost, factor, jnp.sum) if factor.per == "tile" else lost
+
+
+def _over_tiles(
+    value: Float32[Array, "b r k"], factor: Factor, reduce: Callable[..., Array]
+) -> Float32[Array, "b g k"]:
+    """Reduce numbers of rows over the rows of each tile; zeros stand for rows that are missing."""
+    batch, rows, blocks = value.shape
+    groups = math.ceil(rows / factor.size)
+    filled = jnp.pad(value, ((0, 0), (0, groups * factor.size - rows), (0, 0)))
+    return reduce(filled.reshape(batch, groups, factor.size, blocks), axis=2)
 
 
 def read_blocks(

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,10 @@ class Trainer:
         self.task, self.loss = task, {"f32": 1.0, "bf16": 1.001, "f16": 1.01}[policy]
         self.scale = 2.0**24 if policy == "f16" else 1.0
 
-    def run(self, seed: int, bar: Any) -> dict[str, Any]:
+    def runs(self, seeds: Sequence[int], bar: Any) -> list[dict[str, Any]]:
+        return [self.run(seed) for seed in seeds]
+
+    def run(self, seed: int) -> dict[str, Any]:
         return {
             "losses": np.full(self.task.schedule.steps, self.loss, np.float32),
             "skipped": 0,

@@ -1,5 +1,6 @@
 """A language model in plain float32 and without any framework."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -83,12 +84,14 @@ def logits(
     remat: bool = False,
     saved: Callable[..., Any] | None = None,
     scan: bool = True,
+    named: bool = False,
     apply: Dense = dense,
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Scores of the next token at every position; the embedding is used at both ends.
 
     With `remat` each layer is recomputed but for what the policy `saved` says. With `scan=False`
-    the layers are written out one after the other. `apply` is how they multiply by their weights.
+    the layers are written out one after the other, with `named` in scopes `block0`, `block1` and so
+    on. `apply` is how they multiply by their weights.
     """
 
     def block(x: Array, layer: Params) -> tuple[Array, None]:
@@ -104,7 +107,8 @@ def logits(
     else:
         for number in range(params["blocks"]["qkv"]["weight"].shape[0]):
             layer = jax.tree.map(lambda stacked, number=number: stacked[number], params["blocks"])
-            x, _ = body(x, layer)
+            with jax.named_scope(f"block{number}") if named else contextlib.nullcontext():
+                x, _ = body(x, layer)
     return _normalize(params["norm"], x) @ params["embed"].T
 
 

@@ -16,7 +16,8 @@ from tests._rows import slow_unless
 
 E4, E5 = Factor(element="e4m3"), Factor(element="e5m2")
 MX = RECIPES["mxfp8"].forward[0]
-FP4, FP4_TILE = RECIPES["nvfp4"].forward
+FP4 = RECIPES["nvfp4"].forward[0]
+FP4_TILE = dataclasses.replace(FP4, per="tile")
 
 
 def every_bfloat16() -> jax.Array:
@@ -130,6 +131,40 @@ def test_blocks(name: str, which: int, length: int):
     # Two levels: a scale that is rounded down saturates by its own rounding.
     slack = 2.0**-4 if factor.two_level else 0.0
     assert (jnp.abs(back - value) <= bound * (eps / 2 + slack)).all()
+
+
+def lost(value: jax.Array, factor: Factor) -> np.ndarray:
+    """The squared errors of each block or tile of 16 columns."""
+    written = _scaled.write_blocks(value, factor)
+    back = _scaled.read_blocks(written, factor, length=value.shape[-1], dtype=jnp.float32)
+    squares = wide(back - value) ** 2
+    rows = factor.size if factor.per == "tile" else 1
+    return squares.reshape(-1, rows, value.shape[-1] // 16, 16).sum(axis=(1, 3))
+
+
+@pytest.mark.parametrize("factor", [FP4, FP4_TILE], ids=["block", "tile"])
+def test_four_or_six(factor: Factor):
+    """Each block has the scale that loses less, and the choice is made block by block."""
+    value = jax.random.uniform(jax.random.key(0), (1, 32, 256), minval=-1)
+    # Where magnitudes are small beside the largest, 6 loses less; elsewhere, mostly 4.
+    value = jnp.where(jnp.arange(256) // 16 % 2 == 0, value, value**5)
+    # The outer scale is that of the largest magnitude, and is the same with both.
+    value = value.at[0, 0, 0].set(8.0)
+    chosen, six = lost(value, factor), lost(value, dataclasses.replace(factor, four_or_six=False))
+    assert (chosen <= six * (1 + 1e-6)).all()
+    # Either scale is taken often.
+    assert 0.1 < np.mean(chosen < six) < 0.9
+
+
+def test_four_holds_what_six_does_not():
+    value = jnp.full((1, 1, 16), 0.75).at[0, 0, 0].set(1.0)
+    written = _scaled.write_blocks(value, FP4)
+    elements = np.asarray(written.elements[0, 0, 0].astype(jnp.float32))
+    np.testing.assert_array_equal(elements, [4.0, *[3.0] * 15])
+    np.testing.assert_array_equal(_scaled.read_blocks(written, FP4, length=16), value)
+    plain = dataclasses.replace(FP4, four_or_six=False)
+    made = _scaled.read_blocks(_scaled.write_blocks(value, plain), plain, length=16)
+    assert (made[0, 0, 1:] != 0.75).all()
 
 
 def test_what_is_not_finite_is_seen():

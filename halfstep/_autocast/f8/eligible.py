@@ -15,6 +15,7 @@ from halfstep._program import Graph, Node
 
 TWO_ACTIVATIONS = "a product of two activations (the recipe's `activations` allows it)"
 TWO_PARAMETERS = "a product of two parameters"
+NO_RECIPE = "no rule gives it a recipe, and the policy has none"
 
 
 def site_of(

@@ -109,7 +109,9 @@ class RecipeProduct:
         # Observations of the backward pass can leave `jax.grad` only as a gradient: that of the
         # probe. So the probe is an argument, next to the arguments that have no gradient.
         probe = None if slot is None else slot.probe
-        fixed = None if slot is None else (slot.scales, slot.key)
+        # The state's scales are those of delayed scaling, which a rule's recipe may not have.
+        scales = slot.scales if slot is not None and self.recipe.history else None
+        fixed = None if slot is None else (scales, slot.key)
 
         @jax.custom_jvp
         def func(

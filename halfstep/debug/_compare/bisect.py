@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from halfstep._autocast import Plan, Rule, decided
 from halfstep._base import Progress, checked
-from halfstep._policy import Operation, Outcome, Policy, PrecisionRule, as_policy
+from halfstep._policy import Operation, Outcome, Policy, PrecisionRule, as_policy, recipes_of
 from halfstep._program import Finder
 from halfstep.debug._compare.bisection import Bisection, Needed
 from halfstep.debug._compare.compare import compare
@@ -104,7 +104,8 @@ def bisect(
             f"`batches` must have what the function is called with, each as a tuple; got one of "
             f"{len(batches[0])}: {error}. Write [(params, batch), ...]."
         ) from error
-    outcome: Outcome = "float32" if policy.recipe is None else "compute"
+    recipes = recipes_of(policy.recipe, policy.rules)
+    outcome: Outcome = "compute" if recipes else "float32"
     trials = Trials(func, batches, has_aux=has_aux, measure=measure)
     operations = [one for one in _lowered(trials.plan(policy)) if _concerned(one, policy)]
     with Progress(None, show=progress) as bar:
@@ -135,7 +136,7 @@ def bisect(
             # rules that are needed come first.
             added = []
             # For a recipe with state, `compare` would need that state, so the order stays as it is.
-            if policy.recipe is None or not policy.recipe.needs_state:
+            if not any(recipe.needs_state for recipe in recipes):
                 added = _added(func, batches[0], policy)
                 trials.compiles += 1
             units = _promising(units, added)
@@ -242,7 +243,7 @@ def _different(
 
 
 def _concerned(one: _Lowered, policy: Policy) -> bool:
-    return one.in_recipe or policy.recipe is None
+    return one.in_recipe or not recipes_of(policy.recipe, policy.rules)
 
 
 def _with(policy: Policy, rules: Sequence[PrecisionRule], outcome: Outcome) -> Policy:

@@ -11,7 +11,7 @@ import numpy as np
 
 from halfstep._autocast import Plan, decided, rewritten, settings_of, trace
 from halfstep._base import is_array, path_string
-from halfstep._policy import Policy, as_policy
+from halfstep._policy import Policy, as_policy, recipes_of
 from halfstep._program import Graph
 from halfstep._training import (
     AbstractLossScaling,
@@ -100,9 +100,10 @@ class Trials:
             settings = settings_of(policy)
             return rewritten(self._func, settings, params=(0,), keep=policy.keep)
         recipe, state = policy.recipe, None
-        if recipe is not None and recipe.needs_state:
+        recipes = recipes_of(recipe, policy.rules)
+        if recipe is not None and any(one.needs_state for one in recipes):
             # A fixed key, so that two policies differ by their decisions and not by chance.
-            key = {"key": jax.random.key(0)} if recipe.is_random else {}
+            key = {"key": jax.random.key(0)} if any(one.is_random for one in recipes) else {}
             state = recipe.init(self._func, *self._batches[0], policy=policy, **key)
         return gradients_of(self._func, policy, state, has_aux=self._has_aux)
 
@@ -137,14 +138,16 @@ def _row(low: jax.Array, exact: jax.Array) -> jax.Array:
 def _active(policy: Policy, plan: Plan) -> Policy:
     # `autocast` raises for rules that match nothing, and in a search some rules make others
     # redundant.
-    used = {owner.decisions[index].by for owner, index in decided(plan)}
+    decisions = [owner.decisions[index] for owner, index in decided(plan)]
+    used = {decision.by for decision in decisions}
+    used |= {decision.recipe_by for decision in decisions}
     return policy.replace(rules=[rule for rule in policy.rules if str(rule) in used])
 
 
 def _signature(plan: Plan) -> Hashable:
     """Return a key that two policies share if the function runs the same way in both."""
     return tuple(
-        (one.rule, one.dtype, one.outs, one.site is not None, one.inner is None)
+        (one.rule, one.dtype, one.outs, one.site and one.site.recipe, one.inner is None)
         for owner, index in decided(plan)
         for one in [owner.decisions[index]]
     )
