@@ -61,7 +61,8 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], made: Mapping[str, Any
     axes.axvspan(-bar, bar, color=LIGHT.faint, alpha=0.5, linewidth=0)
     axes.axvline(0, color="#777777", linewidth=0.8)
     for place, row in enumerate(rows):
-        color = colors[row["policy"]]
+        # A policy with rules has the color of its recipe.
+        color = colors[row["policy"].partition(",")[0]]
         if row in shown:
             axes.plot(
                 _seeds(row), [place] * len(_seeds(row)), "o", color=color, ms=5, alpha=0.6, mew=0
@@ -70,7 +71,8 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], made: Mapping[str, Any
         else:
             said = f"{row['final_percent']:+.2g} % \N{RIGHTWARDS ARROW}"
             axes.text(high + room, place, said, ha="right", va="center", color=color)
-    axes.set_yticks(range(len(rows)), [row["policy"] for row in rows])
+    names = [row["policy"].replace(",", ",\n") for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(low - room, high + room)

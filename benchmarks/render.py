@@ -48,7 +48,6 @@ from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_line
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
 from benchmarks.startup import text as startup_text
-from halfstep import RECIPES
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -237,16 +236,22 @@ def fp8_training(result: dict[str, Any]) -> str:
         "8-bit recipes lie close to zero, nvfp4 is beyond the edge",
         "fp8_training",
     )
-    apart: dict[bool, list[float]] = {}
+    apart: dict[str, list[float]] = {}
     for row in result["results"]:
-        if row["policy"] in RECIPES:
-            four = RECIPES[row["policy"]].experimental
-            apart.setdefault(four, []).append(row["held_out_percent"])
+        name = row["policy"]
+        if name != "bf16":
+            what = f"`{name}`" if name.startswith("nvfp4") else "the 8-bit recipes"
+            apart.setdefault(what, []).append(row["held_out_percent"])
     text = "; ".join(
-        f"between {min(apart[four]):+.2f} and {max(apart[four]):+.2f} % for {what}"
-        for four, what in ((False, "the 8-bit recipes"), (True, "`nvfp4`"))
-        if four in apart
+        f"between {min(found):+.2f} and {max(found):+.2f} % for {what}"
+        for what, found in apart.items()
     )
+    versions = {row.get("jax") for row in result["results"]}
+    if len(versions) > 1:
+        text += (
+            ". Each row is compared with bf16 of the same JAX. Rows of different JAX were trained "
+            "with different Pythons, whose libraries are different texts for the GPT"
+        )
     return (
         f"{_trained(result, image, base='bf16')}\n\n"
         f"Differences of the held-out loss to bfloat16: {text}."
@@ -289,6 +294,7 @@ def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
     columns = {
         "task": "task",
         "policy": "policy" if first == base else "optimizer",
+        **({"jax": "JAX"} if len({row.get("jax") for row in result["results"]}) > 1 else {}),
         "final_loss": "final loss",
         "final": f"to {base}",
         "held_out_loss": "held-out loss",
@@ -297,7 +303,7 @@ def _trained(result: dict[str, Any], image: str, *, base: str = "f32") -> str:
     }
     rows, scales = [], []
     for row in result["results"]:
-        line = {"task": row["task"], "policy": f"`{row['policy']}`"}
+        line = {"task": row["task"], "policy": f"`{row['policy']}`", "jax": row.get("jax", "")}
         for name in ("final", "held_out"):
             line[f"{name}_loss"] = f"{row[f'{name}_loss']:.4f}"
             line[name] = f"{row[f'{name}_percent']:+.3f} %" if row["policy"] != first else ""

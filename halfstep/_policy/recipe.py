@@ -265,11 +265,12 @@ def _recipes() -> Mapping[str, Recipe]:
     fp4 = Factor(element="e2m1", per="block", size=16, two_level=True)
     fp4_random = dataclasses.replace(fp4, rounding="stochastic")
     fp4 = dataclasses.replace(fp4, four_or_six=True)
+    fp4_tile = dataclasses.replace(fp4, per="tile")
     rotated, rotated_random = (dataclasses.replace(f, rotate=True) for f in (fp4, fp4_random))
     # Gradients need range more than digits, so they use e5m2, as in NVIDIA's Transformer Engine,
     # which calls this "hybrid". A scale for each row or block already provides the range, and
-    # everything is e4m3 there. In "f8-block", a weight's blocks are square (tiles), so that its
-    # transpose, by which the gradient of the input multiplies, has the same scales and numbers.
+    # everything is e4m3 there. A weight's blocks are square (tiles), so that its transpose, by
+    # which the gradient of the input multiplies, has the same scales and the same numbers.
     rows = (
         Recipe(name="f8", forward=(e4, e4), input_gradient=(e5, e4), weight_gradient=(e4, e5)),
         Recipe(name="f8-e4m3", forward=(e4, e4), input_gradient=(e4, e4), weight_gradient=(e4, e4)),
@@ -299,14 +300,13 @@ def _recipes() -> Mapping[str, Recipe]:
         # NVIDIA's recipe for training (arXiv:2509.25149). With 4 bits, rounding to nearest would
         # bias gradients, so they are rounded at random. Outliers matter most for the weight's
         # gradient, which sums over tokens, so only its factors are rotated. Blocks that are rounded
-        # to nearest are scaled to 4 or to 6, whichever loses less (arXiv:2512.02010). NVIDIA scales
-        # weights per tile of 16 x 16. Blocks of 1 x 16 lose a sixth less of a weight, because the
-        # largest of 16 numbers is smaller than the largest of 256, and weights are encoded once for
-        # each leg in any case.
+        # to nearest are scaled to 4 or to 6, whichever loses less (arXiv:2512.02010). Blocks of
+        # 1 x 16 lose less of a weight than tiles, but trained worse: a gradient by a weight that
+        # is rounded otherwise than in the forward pass is not that of the rounded function.
         Recipe(
             name="nvfp4",
-            forward=(fp4, fp4),
-            input_gradient=(fp4_random, fp4),
+            forward=(fp4, fp4_tile),
+            input_gradient=(fp4_random, fp4_tile),
             weight_gradient=(rotated, rotated_random),
             experimental=True,
         ),

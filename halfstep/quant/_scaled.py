@@ -174,12 +174,12 @@ def _two_levels(
     outer = inverse(up)
 
     def scaled_to(largest: float) -> tuple[Shaped[Array, "b g k"], Float32[Array, "b g k"]]:
-        # A scale that rounds to zero would make zeros of its block. The smallest scale keeps the
-        # magnitudes from a quarter of it on.
+        # A scale that rounds to zero would make zeros of its block, such as of those next to an
+        # outlier of 100,000. The smallest scale keeps their magnitudes from a quarter of it on.
         needed = jnp.maximum(amax / largest * up, _SMALLEST)
         scale = needed.astype(jnp.float8_e4m3fn)
         back = scale.astype(jnp.float32) * outer
-        # The smallest float32 numbers are flushed to zero.
+        # XLA may flush the smallest float32 numbers to zero.
         return scale, jnp.where(back == 0, 0, 1 / back)
 
     six = scaled_to(factor.max)

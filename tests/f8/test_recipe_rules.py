@@ -97,7 +97,7 @@ def test_the_first_rule_that_matches_decides():
 
 def test_explain_names_the_rule_and_both_recipes():
     assert reasons(MIXED) == [
-        "nvfp4: e2m1, multiplied in bf16 except on Blackwell, per 1x16",
+        "nvfp4: e2m1, multiplied in bf16 except on Blackwell, per 1x16 x per 16x16",
         "mxfp8: e4m3, multiplied in bf16 except on Blackwell, per 1x32, rule scope:last=mxfp8",
     ]
     report = halfstep.explain(loss, "f8,scope:last=f8-row")(PARAMS, X)

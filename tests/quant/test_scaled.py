@@ -16,8 +16,7 @@ from tests._rows import slow_unless
 
 E4, E5 = Factor(element="e4m3"), Factor(element="e5m2")
 MX = RECIPES["mxfp8"].forward[0]
-FP4 = RECIPES["nvfp4"].forward[0]
-FP4_TILE = dataclasses.replace(FP4, per="tile")
+FP4, FP4_TILE = RECIPES["nvfp4"].forward
 
 
 def every_bfloat16() -> jax.Array:
@@ -165,6 +164,24 @@ def test_four_holds_what_six_does_not():
     plain = dataclasses.replace(FP4, four_or_six=False)
     made = _scaled.read_blocks(_scaled.write_blocks(value, plain), plain, length=16)
     assert (made[0, 0, 1:] != 0.75).all()
+
+
+@pytest.mark.parametrize("four_or_six", [True, False])
+def test_small_blocks_beside_an_outlier_are_not_zero(four_or_six: bool):
+    factor = dataclasses.replace(FP4, four_or_six=four_or_six)
+    value = jax.random.normal(jax.random.key(0), (1, 1, 256)) / 4
+    value = value.at[0, 0, :16].set(2.0**17)
+    written = _scaled.write_blocks(value, factor)
+    back = _scaled.read_blocks(written, factor, length=256, dtype=jnp.float32)
+    # Scales have three bits of mantissa.
+    np.testing.assert_allclose(back[0, 0, :16], value[0, 0, :16], rtol=2.0**-4)
+    # The scales of the others are the smallest, and the step of small elements is half of that.
+    step = float(jnp.min(written.scale.astype(jnp.float32)) * written.outer) / 2
+    assert step > 0
+    inside = jnp.abs(value[0, 0, 16:]) <= 4 * step
+    assert jnp.mean(inside) > 0.9
+    assert (jnp.abs(back - value)[0, 0, 16:] <= step / 2)[inside].all()
+    assert (jnp.abs(written.scale.astype(jnp.float32)) >= 2.0**-9).all()
 
 
 def test_what_is_not_finite_is_seen():
