@@ -43,14 +43,20 @@ _BLACKWELL = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
-    """How a product is computed, apart from its operands."""
+class Form:
+    """How a product is computed, apart from its operands.
+
+    Attributes:
+        compute: The dtype of products without units for blocks.
+        out: The dtype of the result.
+        native: The scope of a product with units for blocks.
+        rounded: The scope of a product of decoded factors.
+    """
 
     compute: np.dtype
     out: np.dtype
     native: str
     rounded: str
-    """The scopes of the product with and without a scaled operation."""
 
 
 def has_units(first: Factor | None, second: Factor | None) -> bool:
@@ -110,11 +116,21 @@ def multiply(
         batch, rows, count, size = blocks.elements.shape
         operands.append(blocks.elements.reshape(batch, rows, count * size))
         operands.append(scale_of_rows(blocks.scale, rows, factor))
-    form = _Form(compute, out, *scopes)
-    made = _blocks.bind(*operands, form=form)
+    made = product(*operands, form=Form(compute, out, *scopes))
     # A power of two: multiplying by it is exact.
     if of_first.two_level or of_second.two_level:
         made = made * (first.outer * second.outer).astype(made.dtype)
+    return made
+
+
+def product(
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: Form
+) -> jax.Array:
+    """Multiply rows with rows, with the elements and the scales of each factor as arrays.
+
+    Elements are `[batch, row, element]`, scales `[batch, row, block]`.
+    """
+    made: jax.Array = _blocks.bind(first, of_first, second, of_second, form=form)
     return made
 
 
@@ -122,22 +138,25 @@ _blocks = Primitive("halfstep_blocks")
 
 
 def _decoded(
-    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: Form
 ) -> jax.Array:
     left, right = (
-        _read(elements, scale, form.compute)
+        read_rows(elements, scale, form.compute)
         for elements, scale in ((first, of_first), (second, of_second))
     )
     with jax.named_scope(form.rounded):
         return jax.lax.dot_general(left, right, _DIMENSIONS, preferred_element_type=form.out)
 
 
-def _read(elements: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    return decoded(elements.reshape(*scale.shape, -1), scale, dtype).reshape(elements.shape)
+def read_rows(elements: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Decode rows, whose elements and scales are arrays."""
+    # There may be no rows at all, of which a reshape cannot tell a size.
+    blocks = elements.reshape(*scale.shape, _size(elements, scale))
+    return decoded(blocks, scale, dtype).reshape(elements.shape)
 
 
 def _scaled(
-    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: Form
 ) -> jax.Array:
     if _size(first, of_first) == block_product.BLOCK:
         times = block_product.BLOCK // _MICROSCALED
@@ -155,7 +174,7 @@ def _scaled(
 
 
 def _by_kernel(
-    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: _Form
+    first: jax.Array, of_first: jax.Array, second: jax.Array, of_second: jax.Array, *, form: Form
 ) -> jax.Array:
     with jax.named_scope(form.native):
         return block_product.product(first, of_first, second, of_second, out=form.out)
@@ -166,13 +185,13 @@ def _size(elements: jax.Array | ShapedArray, scale: jax.Array | ShapedArray) -> 
     return elements.shape[-1] // scale.shape[-1]
 
 
-def _native_out(form: _Form) -> np.dtype:
+def _native_out(form: Form) -> np.dtype:
     # The operation accumulates in float32, and returns this or bfloat16.
     return form.out if form.out == jnp.bfloat16 else np.dtype(np.float32)
 
 
 def _abstract(
-    first: ShapedArray, _: ShapedArray, second: ShapedArray, __: ShapedArray, *, form: _Form
+    first: ShapedArray, _: ShapedArray, second: ShapedArray, __: ShapedArray, *, form: Form
 ) -> ShapedArray:
     factors = [aval.update(dtype=form.compute) for aval in (first, second)]
     made, _ = jax.lax.dot_general_p.abstract_eval(
@@ -185,7 +204,7 @@ def _abstract(
     return made
 
 
-def _batch(values: Any, axes: Any, *, form: _Form) -> Any:
+def _batch(values: Any, axes: Any, *, form: Form) -> Any:
     size = next(v.shape[a] for v, a in zip(values, axes, strict=True) if a is not None)
     moved = [batching.bdim_at_front(v, a, size) for v, a in zip(values, axes, strict=True)]
     # The mapped dimension becomes a part of the batch.
@@ -199,7 +218,7 @@ _lower_scaled = mlir.lower_fun(_scaled, multiple_results=False)
 _lower_kernel = mlir.lower_fun(_by_kernel, multiple_results=False)
 
 
-def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *values: Any, form: _Form) -> Any:
+def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *values: Any, form: Form) -> Any:
     # XLA's partitioner cannot divide a scaled operation over several devices.
     devices = getattr(ctx.module_context.axis_context, "num_devices", None)
     avals: Any = ctx.avals_in
@@ -251,7 +270,7 @@ def _answer(sizes: Sequence[int], out: str) -> object:
 def _multiplied(primitive: Primitive) -> Callable[..., jax.Array]:
     """Return a product by an operation with scales."""
 
-    def multiplied(*operands: jax.Array, form: _Form) -> jax.Array:
+    def multiplied(*operands: jax.Array, form: Form) -> jax.Array:
         with jax.named_scope(form.native):
             return primitive.bind(*operands, out=_native_out(form)).astype(form.out)
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from halfstep._autocast.f8.dimensions import of_dot
+from halfstep._autocast.f8.experts import roles_of
 from halfstep._autocast.f8.product import RecipeProduct
 from halfstep._autocast.kinds import Kind
 from halfstep._policy import Recipe
@@ -117,7 +118,9 @@ def _sizes(node: Node, avals: Sequence[ShapedArray], weight: int) -> tuple[int, 
             return "a convolution in groups"
         return shape[spec.rhs_spec[0]], shape[spec.rhs_spec[1]]
     if node.name == "ragged_dot_general":
-        return shape[1], shape[2]
+        found = roles_of(node.name, node.params, [aval.shape for aval in avals])
+        axes = (1, 2) if found is None else (*found[1].summed, *found[1].own)
+        return shape[axes[0]], shape[axes[1]]
     roles = of_dot(node.params["dimension_numbers"], [len(aval.shape) for aval in avals])[weight]
     if not roles.own:
         return "a product with a vector"

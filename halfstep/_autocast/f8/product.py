@@ -24,6 +24,7 @@ from halfstep._autocast.f8.dimensions import (
     of_result,
 )
 from halfstep._autocast.f8.encode import Written, observed, read, same_on_both, written
+from halfstep._autocast.f8.experts import Groups, roles_of
 from halfstep._autocast.f8.linear import explicit_sharding, gradient_by, linear, product_with
 from halfstep._policy import Factor, Recipe
 from halfstep.quant._scaled import Blocks, Scaled
@@ -153,9 +154,9 @@ class RecipeProduct:
         if self._is_dot:
             dims = dict(self.options)["dimension_numbers"]
             return of_dot(dims, [len(shape) for shape in self.shapes])
-        # A ragged dot multiplies each row of the first factor by one of several matrices. The roles
-        # of a convolution, which has one scale for each tensor, play no part.
-        return Roles((), (1,), (0,)), Roles((0,), (1,), (2,))
+        found = roles_of(self.contraction.name, dict(self.options), self.shapes)
+        # The roles of a convolution, which has one scale for each tensor, play no part.
+        return found or (Roles((), (1,), (0,)), Roles((0,), (1,), (2,)))
 
     # Forward.
 
@@ -166,14 +167,16 @@ class RecipeProduct:
         stored: list[Any] = []
         kept: list[Any] = []
         seen: list[Any] = []
+        groups = self.groups(operands[0], operands[2:])
         for place in (0, 1):
             value, roles = operands[place], self.roles[place]
             which = int(place == self.weight)
             factor, later = self.recipe.forward[which], self.later(place)
-            make = functools.partial(
-                written, value, scale=_scale(slot, which), compute=self.compute
-            )
-            first = make(factor, roles, key=_key(slot, which), rotation=_key(slot, 8))
+            make = functools.partial(written, scale=_scale(slot, which), compute=self.compute)
+            of_rows = groups if place == 0 else None
+            if of_rows is not None:
+                value = of_rows.used(value, factor, axis=roles.own[0])
+            first = make(value, factor, roles, key=_key(slot, which), rotation=_key(slot, 8))
             stored.append(first)
             # Both legs share one array if the second one would be equal: a transposed copy with
             # scales of its own costs as much memory as the first.
@@ -182,6 +185,9 @@ class RecipeProduct:
             else:
                 kept.append(
                     make(
+                        value
+                        if of_rows is None
+                        else of_rows.spread(value, self.recipe.weight_gradient, axis=roles.own[0]),
                         later,
                         roles.turned(),
                         key=_key(slot, 2 + which),
@@ -190,19 +196,35 @@ class RecipeProduct:
                 )
             if slot is not None:
                 seen.append(observed(value, first, factor, roles))
-        made = self._product(stored, operands[2:], self._sharding(operands))
+        made = self._product(stored, operands[2:], groups, self._sharding(operands))
         if slot is not None:
             # The activation comes first, then the weight.
             seen = [seen[1 - self.weight], seen[self.weight]]
         return made, (kept[0], kept[1]), seen
 
-    def _sharding(self, operands: Sequence[jax.Array]) -> NamedSharding | None:
+    def _sharding(self, operands: Sequence[Any]) -> NamedSharding | None:
         """Return how the result is divided, over explicit axes of a mesh."""
         if not (self._is_dot and any(explicit_sharding(jax.typeof(v)) for v in operands)):
             return None
         options = dict(self.options)
         made = jax.eval_shape(lambda *values: self.contraction.bind(*values, **options), *operands)
         return explicit_sharding(made)
+
+    def groups(self, value: Any, rest: Sequence[Any]) -> Groups | None:
+        """Return the groups of rows that are multiplied by a matrix each, if there are any.
+
+        Over explicit axes of a mesh there are none: the shardings of all steps would be asked for.
+
+        Args:
+            value: A factor, or a tangent or cotangent.
+            rest: The contraction's other operands.
+        """
+        found = roles_of(self.contraction.name, dict(self.options), self.shapes)
+        if found is None or len(rest) != 1 or explicit_sharding(jax.typeof(value)):
+            return None
+        rows = self.shapes[0][found[0].own[0]]
+        # A size may be a symbol of `jax.export`.
+        return Groups(jnp.asarray(rest[0]), rows) if isinstance(rows, int) and rows else None
 
     def later(self, place: int) -> Factor | None:
         """Return how a factor is encoded for the leg that computes the other one's gradient."""
@@ -212,11 +234,15 @@ class RecipeProduct:
         return leg[1] if place == self.weight else leg[0]
 
     def _product(
-        self, factors: Sequence[Any], rest: Sequence[Any], sharding: NamedSharding | None
+        self,
+        factors: Sequence[Any],
+        rest: Sequence[Any],
+        groups: Groups | None,
+        sharding: NamedSharding | None,
     ) -> Any:
         forward = self.recipe.forward
         ways = [forward[int(place == self.weight)] for place in (0, 1)]
-        made = self._of_blocks(factors, ways, self.out_shape, self.out, sharding)
+        made = self._of_blocks(factors, ways, groups, self.out_shape, self.out, sharding)
         if made is not None:
             return made
         direct = self._is_direct(factors)
@@ -253,25 +279,38 @@ class RecipeProduct:
         self,
         factors: Sequence[Any],
         ways: Sequence[Factor | None],
+        groups: Groups | None,
         shape: Sequence[Any],
         out: np.dtype,
         sharding: NamedSharding | None,
+        *,
+        over_rows: bool = False,
     ) -> jax.Array | None:
         """Return the product of two factors in blocks, if some hardware has units for it.
 
         Args:
             factors: The factors, encoded.
             ways: How they are encoded.
+            groups: The groups of rows, of a product of experts.
             shape: The result's shape: shared dimensions, the first factor's own, the second's own.
             out: The dtype of the result.
             sharding: How the result is divided, over explicit axes of a mesh.
+            over_rows: Whether a product of experts sums over rows.
         """
         first, second = factors
-        if not (self._is_dot and isinstance(first, Blocks) and isinstance(second, Blocks)):
-            return None
         of_first, of_second = ways
+        if not (isinstance(first, Blocks) and isinstance(second, Blocks)):
+            return None
         if of_first is None or of_second is None or not blocks.has_units(of_first, of_second):
             return None
+        if not self._is_dot:
+            if groups is None:
+                return None
+            form = blocks.Form(self.compute, _accumulator(out), ELEMENTS, ROUNDED)
+            made = groups.multiply(
+                first, second, of_first, of_second, over_rows=over_rows, form=form
+            )
+            return made.astype(out)
 
         def multiply(first: Blocks, second: Blocks) -> jax.Array:
             made = blocks.multiply(
@@ -333,6 +372,11 @@ class RecipeProduct:
         leg = self.recipe.weight_gradient if is_weight else self.recipe.input_gradient
         factor = None if leg is None else leg[1 if is_weight else 0]
         roles = self._cotangent_roles(1 - place)
+        groups, before = self.groups(cotangent, rest), cotangent.size
+        if groups is not None and is_weight:
+            cotangent = groups.spread(cotangent, leg)
+        elif groups is not None:
+            cotangent = groups.used(cotangent, factor)
         arrived = written(
             cotangent,
             factor,
@@ -343,6 +387,9 @@ class RecipeProduct:
             compute=self.compute,
         )
         seen = None if slot is None else observed(cotangent, arrived, factor, roles)
+        if seen is not None and cotangent.size != before:
+            # Zeros between groups do not count.
+            seen = seen * jnp.asarray([1, *[cotangent.size / before] * 2], seen.dtype)
         dtype = _accumulator(self.gradients[place])
         turned = self.roles[1 - place].turned()
         own = self.roles[place]
@@ -350,9 +397,11 @@ class RecipeProduct:
         made = self._of_blocks(
             [arrived, other],
             [factor, self.later(1 - place)],
+            groups,
             [self.shapes[place][axis] for axis in axes],
             self.gradients[place],
             divided(like, axes),
+            over_rows=is_weight,
         )
         if made is not None:
             # A transpose that becomes part of a product of decoded factors gives it its name.
@@ -436,14 +485,18 @@ class _Derivative:
                 continue
             roles = site.roles[1 - place].turned()
             rotation = _key(slot, 6 + (1 - place == site.weight))
+            groups = site.groups(tangent, rest) if place == site.weight else None
+            leg, shape = site.recipe.weight_gradient, site.shapes[1 - place]
             against = read(
                 kept[1 - place],
                 site.later(1 - place),
                 roles,
-                site.shapes[1 - place],
+                shape if groups is None else groups.shape(shape, leg, axis=roles.summed[0]),
                 site.compute,
                 rotation=rotation,
             )
+            if groups is not None:
+                against = groups.gathered(against, leg, axis=roles.summed[0])
             given = tangent.astype(site.compute)
             terms.append(product_with(site.contraction, options, place, given, against, rest))
         return functools.reduce(jnp.add, terms) if terms else jnp.zeros(site.out_shape, site.out)
