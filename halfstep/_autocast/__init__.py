@@ -1,7 +1,6 @@
 """Run an unmodified float32 function in mixed precision."""
 
 from halfstep._autocast.decide import operation_of as operation_of
-from halfstep._autocast.f8.blocks import generations as generations
 from halfstep._autocast.f8.eligible import (
     NO_RECIPE as NO_RECIPE,
     TWO_ACTIVATIONS as TWO_ACTIVATIONS,

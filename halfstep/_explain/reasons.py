@@ -13,7 +13,6 @@ from halfstep._autocast import (
     Kind,
     RecipeProduct,
     Rule,
-    generations,
 )
 from halfstep._explain.entries import name_of
 from halfstep._explain.places import PlanPlace
@@ -166,8 +165,7 @@ def _written_as(site: RecipeProduct, compute: str) -> str:
             f"{name} gradient {found}" for name, found in gradients.items() if found != parts[0]
         ]
     if not multiplies(site):
-        native = generations(*recipe.forward) if site.contraction is jax.lax.dot_general_p else ()
-        but = f" except on {' and '.join(native)}" if native else ""
+        but = f" except on {' and '.join(site.units)}" if site.units else ""
         parts.append(f"multiplied in {compute}{but}")
     parts.append(" x ".join(dict.fromkeys(_scales(factor) for factor in recipe.forward)))
     return f"{recipe.name}: {', '.join(parts)}"

@@ -252,12 +252,22 @@ def test_where_blocks_are_multiplied_is_said():
             if entry.is_contraction
         }
         assert f"multiplied in bf16 except on {generations}, per 1x" in why
-    # A product of experts is decoded everywhere.
     sizes = jnp.array([64, 64])
     made = halfstep.explain(lambda w, x: jax.lax.ragged_dot(x, w, sizes).sum(), "mxfp8")
     (why,) = {
         entry.reason
         for entry in made(jnp.ones((2, 128, 128)), W).operations
+        if entry.is_contraction
+    }
+    assert "multiplied in bf16 except on Blackwell, per 1x32" in why
+    # Each example has sums of its own: there are no groups of rows.
+    batched = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((0,), (0,))), [0], [])
+    made = halfstep.explain(
+        lambda w, x: jax.lax.ragged_dot_general(x, w, sizes, batched).sum(), "mxfp8"
+    )
+    (why,) = {
+        entry.reason
+        for entry in made(jnp.ones((128, 128, 128)), W).operations
         if entry.is_contraction
     }
     assert "multiplied in bf16, per 1x32" in why

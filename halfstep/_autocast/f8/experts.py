@@ -65,11 +65,11 @@ def roles_of(
 class _Places(NamedTuple):
     """Where the rows of each group are, in units that hold rows of one group only.
 
-    `index` is `[unit, row of the unit]`, the row at each place, and `filled` tells which places
+    `row` is `[unit, place in the unit]`, the row at each place, and `filled` tells which places
     hold one. `group` is the group of each unit, and `first` the first unit of each group.
     """
 
-    index: jax.Array
+    row: jax.Array
     filled: jax.Array
     group: jax.Array
     first: jax.Array
@@ -151,7 +151,7 @@ class Groups(NamedTuple):
         if unit is None:
             return value
         found = _places(self.sizes, self.rows, unit, _most(self.rows, len(self.sizes), unit))
-        index = jnp.where(found.filled, found.index, self.rows).ravel()
+        index = jnp.where(found.filled, found.row, self.rows).ravel()
         return jnp.take(value, index, axis=axis, mode="fill", fill_value=0)
 
     def gathered(self, value: jax.Array, leg: Leg | None, *, axis: int) -> jax.Array:
@@ -234,6 +234,12 @@ def _tile(rows: int, groups: int, width: int, other: int) -> int:
     return max(_TILE, 2 ** math.floor(math.log2(max(1.0, best))))
 
 
+def padded(rows: int, groups: int, width: int, other: int) -> int:
+    """Return the number of rows that tiles have, at most; see `_tile`."""
+    tile = _tile(rows, groups, width, other)
+    return tile * _most(rows, groups, tile)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Way:
     """How a product is computed, apart from its operands."""
@@ -257,7 +263,7 @@ def _rows_by_tiles(operands: Sequence[jax.Array], way: _Way) -> jax.Array:
     tile = _tile(way.rows, groups, *second.shape[1:])
     found = _places(sizes, way.rows, tile, _most(way.rows, groups, tile))
     # Places between groups may hold any row: nobody reads their results.
-    index = jnp.minimum(found.index, way.rows - 1)
+    index = jnp.minimum(found.row, way.rows - 1)
     tiles = [_taken(value[0], index) for value in (first, of_first)]
     matrices = [_taken(value, found.group) for value in (second, of_second)]
     made = blocks.product(*tiles, *matrices, form=way.form)
@@ -275,7 +281,7 @@ def _sums_by_tiles(operands: Sequence[jax.Array], way: _Way) -> jax.Array:
     counts = (ends - starts + size - 1) // size
     count = first.shape[2] // size
     found = _places(counts, count, tile // size, _most(way.rows, groups, tile))
-    index = jnp.minimum(found.index, count - 1)
+    index = jnp.minimum(found.row, count - 1)
     tiles: list[jax.Array] = []
     for elements, scale in ((first, of_first), (second, of_second)):
         own = elements.shape[1]

@@ -24,7 +24,7 @@ from halfstep._autocast.f8.dimensions import (
     of_result,
 )
 from halfstep._autocast.f8.encode import Written, observed, read, same_on_both, written
-from halfstep._autocast.f8.experts import Groups, roles_of
+from halfstep._autocast.f8.experts import Groups, padded, roles_of
 from halfstep._autocast.f8.linear import explicit_sharding, gradient_by, linear, product_with
 from halfstep._policy import Factor, Recipe
 from halfstep.quant._scaled import Blocks, Scaled
@@ -148,15 +148,38 @@ class RecipeProduct:
     def _is_dot(self) -> bool:
         return self.contraction is jax.lax.dot_general_p
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The GPUs that multiply its blocks with their scales; empty if there are none."""
+        is_known = self._is_dot or self._roles_of_groups is not None
+        return blocks.generations(*self.recipe.forward) if is_known else ()
+
+    @property
+    def padding(self) -> float | None:
+        """How many rows of experts one GPU multiplies for each row; `None` if not in tiles."""
+        if self._is_dot or not self.units:
+            return None
+        (of_rows, of_matrices), (shape, matrices) = self.roles, self.shapes
+        rows = shape[of_rows.own[0]]
+        if not isinstance(rows, int) or not rows:
+            return None
+        order = (*of_matrices.shared, *of_matrices.summed, *of_matrices.own)
+        groups, width, other = (matrices[axis] for axis in order)
+        return padded(rows, groups, width, other) / rows
+
+    @functools.cached_property
+    def _roles_of_groups(self) -> tuple[Roles, Roles] | None:
+        """The roles of a product of the rows of each group and the group's own matrix."""
+        return roles_of(self.contraction.name, dict(self.options), self.shapes)
+
     @functools.cached_property
     def roles(self) -> tuple[Roles, Roles]:
         """The roles of both factors' dimensions on the forward leg."""
         if self._is_dot:
             dims = dict(self.options)["dimension_numbers"]
             return of_dot(dims, [len(shape) for shape in self.shapes])
-        found = roles_of(self.contraction.name, dict(self.options), self.shapes)
         # The roles of a convolution, which has one scale for each tensor, play no part.
-        return found or (Roles((), (1,), (0,)), Roles((0,), (1,), (2,)))
+        return self._roles_of_groups or (Roles((), (1,), (0,)), Roles((0,), (1,), (2,)))
 
     # Forward.
 
@@ -219,7 +242,7 @@ class RecipeProduct:
             value: A factor, or a tangent or cotangent.
             rest: The contraction's other operands.
         """
-        found = roles_of(self.contraction.name, dict(self.options), self.shapes)
+        found = self._roles_of_groups
         if found is None or len(rest) != 1 or explicit_sharding(jax.typeof(value)):
             return None
         rows = self.shapes[0][found[0].own[0]]

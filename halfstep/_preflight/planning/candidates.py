@@ -258,8 +258,11 @@ def _cost(plan: Plan, index: int, accelerator: Accelerator) -> tuple[float, floa
     count = operation_flops(node.name, node.params, ins, outs)
     if node.name.startswith("ragged_dot") and accelerator.platform == "cuda":
         # XLA has no kernel for ragged dots on GPUs: every row meets the matrices of all groups, and
-        # everything outside its own group is masked. TPUs have such a kernel.
-        count *= ins[2].shape[-1]
+        # everything outside its own group is masked. TPUs have such a kernel. Blocks with scales
+        # are multiplied in tiles of rows, which have padding.
+        site = plan.decisions[index].site
+        padding = None if site is None else site.padding
+        count = int(count * (ins[2].shape[-1] if padding is None else padding))
     name = np.dtype(plan.settings.compute).name
     rate = accelerator.peak_flops.get(name) or max(accelerator.peak_flops.values())
     read = held_bytes(plan, [x for x in node.ins if not isinstance(x, Constant)])
