@@ -16,7 +16,7 @@ from typing import NamedTuple
 import halfstep
 from benchmarks._page import update_all
 from benchmarks._report import table
-from halfstep._autocast import generations
+from halfstep._autocast.f8.blocks import generations
 from halfstep._preflight import ACCELERATORS, Accelerator
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -43,6 +43,7 @@ _KERNELS = _names(
     "dot_product_attention_fp8_bwd_wrapper call call_exported compute_on noinline vprim "
     "announce_jaxpr stage fused_call mpmd_map custom_lin custom_jvp_call_jaxpr remat_opt "
     "unreachable call_hi_primitive_linearized halfstep_contraction halfstep_linear halfstep_blocks "
+    "halfstep_rotation "
     "halfstep_experts halfstep_tangents halfstep_difference halfstep_flash_update"
 )
 _ROWS = (

@@ -148,13 +148,16 @@ def write_blocks(
     if factor.per == "tile":
         amax = _over_tiles(amax, factor, jnp.max)
     if factor.two_level:
+        # Three kernels or more read the rows. XLA would make each of them transpose the rows, and
+        # store results in float32 for the next one.
+        value = jax.lax.optimization_barrier(value)
         scale, up, outer = _two_levels(value, amax, factor)
     else:
         up = power_of_two(amax, factor.max)
         # A power of two needs only its exponent.
         scale, outer = inverse(up).astype(jnp.float8_e8m0fnu), jnp.float32(1)
     # A block with an infinity has a scale that is NaN, so that its elements need not say so.
-    scaled = value.astype(jnp.float32) * scale_of_rows(up, rows, factor)[..., None]
+    scaled = widened(value) * scale_of_rows(up, rows, factor)[..., None]
     return Blocks(_rounded(scaled, factor, key=key), scale, outer)
 
 
@@ -186,7 +189,7 @@ def _two_levels(
     if not factor.four_or_six:
         return *six, outer
     four = scaled_to(_FOUR)
-    lost = [_lost(value, scale, inverted, outer, factor) for scale, inverted in (four, six)]
+    lost = [_lost(value, scale, inverted, factor) for scale, inverted in (four, six)]
     # Not less: a block with a NaN keeps the scale that says so, and so does a block of zeros.
     is_four = lost[0] < lost[1]
     return jnp.where(is_four, four[0], six[0]), jnp.where(is_four, four[1], six[1]), outer
@@ -196,17 +199,35 @@ def _lost(
     value: Float[Array, "b r k e"],
     scale: Shaped[Array, "b g k"],
     inverted: Float32[Array, "b g k"],
-    outer: Float32[Array, ""],
     factor: Factor,
 ) -> Float32[Array, "b g k"]:
-    """Return the sum of squared errors of each block or tile that is rounded with its scale."""
+    """Return the sum of squared errors of each block or tile that is rounded with its scale.
+
+    It is in units of the square of the tensor's scale, which might be too small for float32.
+    """
     rows = value.shape[1]
-    value = value.astype(jnp.float32)
     nearest = dataclasses.replace(factor, rounding="nearest")
-    elements = _rounded(value * scale_of_rows(inverted, rows, factor)[..., None], nearest, key=None)
-    of_rows = scale_of_rows(scale.astype(jnp.float32) * outer, rows, factor)
-    lost = jnp.sum((decoded(elements, of_rows, jnp.float32) - value) ** 2, axis=-1)
-    return _over_tiles(lost, factor, jnp.sum) if factor.per == "tile" else lost
+    # Errors of elements, and not of what they stand for: the kernel reads one scale of each block
+    # and not two.
+    value = widened(value) * scale_of_rows(inverted, rows, factor)[..., None]
+    apart = _rounded(value, nearest, key=None).astype(jnp.float32) - value
+    lost = jnp.sum(apart**2, axis=-1)
+    if factor.per == "tile":
+        lost = _over_tiles(lost, factor, jnp.sum)
+    return lost * scale.astype(jnp.float32) ** 2
+
+
+def widened(value: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """Return values in float32, so that XLA keeps them in 16 bits in memory.
+
+    XLA removes a conversion to bfloat16 that is followed by one back, and then writes what was
+    converted in float32, for all kernels that read it. That is twice the memory and the traffic. It
+    does not see that moving 16 bits is a conversion too.
+    """
+    if value.dtype != jnp.bfloat16:
+        return value.astype(jnp.float32)
+    word = bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32) << 16
+    return bitcast_convert_type(word, jnp.float32)
 
 
 def _over_tiles(
@@ -242,36 +263,3 @@ def decoded(
 def scale_of_rows(scale: Shaped[Array, "..."], rows: int, factor: Factor) -> Shaped[Array, "..."]:
     """Return the scales of each row, repeated from the scales of tiles."""
     return jnp.repeat(scale, factor.size, axis=1)[:, :rows] if factor.per == "tile" else scale
-
-
-def rotated(
-    value: Float[Array, "b r n"], size: int, *, key: Key[Array, ""], back: bool = False
-) -> Float[Array, "b r n"]:
-    """Multiply full blocks of rows by a Hadamard matrix with random signs, or undo this.
-
-    The matrix is orthogonal: the product of two factors that are rotated with the same key does not
-    change.
-    """
-    whole = value.shape[-1] // size * size
-    signs = jax.random.rademacher(key, (1,) * value.ndim + (size,), jnp.float32)
-    blocks = value[..., :whole].reshape(*value.shape[:-1], whole // size, size)
-    blocks = blocks.astype(jnp.float32)
-    # The matrix is symmetric, so that it undoes itself once the signs are on the other side.
-    made = _hadamard(blocks) * signs if back else _hadamard(blocks * signs)
-    made = (made / math.sqrt(size)).astype(value.dtype).reshape(*value.shape[:-1], whole)
-    return jnp.concatenate([made, value[..., whole:]], axis=-1)
-
-
-def _hadamard(value: Float32[Array, "... n"]) -> Float32[Array, "... n"]:
-    """Multiply rows by the Hadamard matrix, whose size is a power of two, by sums and differences.
-
-    These are elementwise, and become a part of the kernel that encodes. A product with the matrix
-    would be a kernel of its own with 16 columns, for which XLA's compiler for GPUs has no tiles.
-    """
-    size, half = value.shape[-1], 1
-    while half < size:
-        pairs = value.reshape(*value.shape[:-1], size // (2 * half), 2, half)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        value = jnp.stack([first + second, first - second], axis=-2).reshape(value.shape)
-        half *= 2
-    return value

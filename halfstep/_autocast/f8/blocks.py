@@ -150,7 +150,7 @@ def _decoded(
 
 def read_rows(elements: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """Decode rows, whose elements and scales are arrays."""
-    # There may be no rows at all, of which a reshape cannot tell a size.
+    # If there are no rows, a reshape cannot tell the size of a block.
     blocks = elements.reshape(*scale.shape, _size(elements, scale))
     return decoded(blocks, scale, dtype).reshape(elements.shape)
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast.f8.dimensions import Roles, as_rows, from_rows
+from halfstep._autocast.f8.rotate import rotated
 from halfstep._policy import Factor
 from halfstep.quant._scaled import (
     Blocks,
     Scaled,
     read_blocks,
-    rotated,
     write,
     write_blocks,
 )
@@ -108,6 +108,9 @@ def observed(value: jax.Array, array: Written, factor: Factor | None, roles: Rol
         saturated = jnp.mean(beyond, dtype=jnp.float32)
         lost = (array.elements == 0) & (size != 0)
     else:
+        if factor.rounding == "stochastic" and isinstance(array, Blocks):
+            # XLA would store what is rounded in float32: for the elements, and for this.
+            array = array._replace(elements=jax.lax.optimization_barrier(array.elements))
         read_as = read(array, factor, roles, value.shape, np.dtype(jnp.float32), rotation=None)
         lost = (read_as == 0) & (size != 0)
         # An element of a rotated row is a mixture of many: a zero says nothing about any of them.

@@ -2,9 +2,9 @@
 
 `jax.lax.ragged_dot` does so for numbers. XLA has no such operation for blocks with scales, and its
 form for GPUs multiplies every row by the matrices of all groups. Here, rows are laid out in tiles,
-none of which spans two groups, and the tiles are multiplied as a batch by the product of `blocks`,
-each by the matrix of its group. The number of tiles depends on shapes only: each group but the last
-adds at most one tile to as many as the rows fill.
+so that no tile has rows of two groups, and the tiles are multiplied as a batch by the product of
+`blocks`, each by the matrix of its group. The number of tiles depends on shapes only: each group
+but the last adds at most one tile to as many as the rows fill.
 
 The gradient of the matrices sums over rows. So its factors have their blocks along rows, and no
 block may span two groups either: rows are spread out (`spread`) before they are encoded, so that
@@ -114,7 +114,7 @@ def _place_of(sizes: jax.Array, rows: int, unit: int, first: jax.Array) -> tuple
 
 
 class Groups(NamedTuple):
-    """Rows that belong to groups, each of which has a matrix.
+    """Rows that belong to groups, each with a matrix of its own.
 
     Attributes:
         sizes: The number of rows of each group.
