@@ -170,7 +170,7 @@ class BufferUses:
                         yield nodes[caller.operands[0]], index
                         yield caller, index
                     elif caller.opcode in ("call", "async-start"):
-                        yield nodes[caller.operands[node.parameter]], index
+                        yield from ((given, index) for given in self._given(caller, node))
                     elif caller.opcode == "conditional":
                         branch = caller.called.index(node.computation)
                         yield nodes[caller.operands[branch + 1]], index
@@ -181,6 +181,14 @@ class BufferUses:
                 yield start, self._started(start, index)
             case _:
                 return
+
+    def _given(self, caller: HloNode, parameter: HloNode) -> tuple[HloNode, ...]:
+        """Return what a call passes as a parameter, if the program says so.
+
+        The calls that a TPU's compiler makes to a sparse core have no operands.
+        """
+        given = caller.operands[parameter.parameter : parameter.parameter + 1]
+        return tuple(self._graph.nodes[operand] for operand in given)
 
     def _writer(self, node: HloNode, index: ShapeIndex) -> Writer:
         origin, updates = self._origin(node, index)
@@ -208,7 +216,10 @@ class BufferUses:
                 if len(callers) != 1:
                     break
                 if callers[0].opcode in ("call", "async-start"):
-                    node = nodes[callers[0].operands[node.parameter]]
+                    given = self._given(callers[0], node)
+                    if not given:
+                        break
+                    node = given[0]
                 elif callers[0].opcode == "while" and index:
                     # An iteration gets the values that the previous iteration returned.
                     node = self._root(node.computation)
