@@ -64,7 +64,7 @@ def with_mpx(loss: Loss) -> Step:
     return step
 
 
-def with_halfstep(policy: str) -> Callable[[Loss], Step]:
+def with_halfstep(policy: str | halfstep.Policy) -> Callable[[Loss], Step]:
     """As halfstep's README has it."""
 
     def of(loss: Loss) -> Step:

@@ -2,9 +2,11 @@
 
     python -m benchmarks.memory --json FILE --plot PNG
     python -m benchmarks.memory --from FILE --plot PNG
+    python -m benchmarks.memory --resume --json FILE
 
 Two vision transformers and a language model are compiled for GPUs and TPUs by XLA's own compilers,
-on a machine that has none, and the largest batch that fits on an RTX 4070 is looked for. Needs
+on a machine that has none, and the largest batch that fits on an RTX 4070 is looked for, also with
+a policy that `halfstep.plan` makes. With `--resume`, rows that FILE has are kept. Needs
 `halfstep[cuda-preflight,tpu-preflight]` and mpx; `halfstep[plot]` for the picture. Nothing is run
 or timed: traffic is what the kernels of the compiled program read and write, and no time.
 """
@@ -26,8 +28,8 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, vit
 from benchmarks._report import add_sources, parser, read_or_make, report, table
-from benchmarks._steps import DONATED, VARIANTS, arguments
-from halfstep._preflight.preflight_errors import RefusedError
+from benchmarks._steps import DONATED, VARIANTS, Variant, arguments, with_halfstep
+from halfstep._preflight.preflight_errors import DoesNotFitError, RefusedError
 
 MODULE = "benchmarks.memory"
 Gemm = Literal["library", "triton"]
@@ -44,6 +46,8 @@ ON_GPU = (
 ON_TPU = ("f32", "by hand, bf16", "halfstep, bf16")
 SEARCHED = ("f32", "mpx, f16", "halfstep, bf16", "halfstep, f16")
 """Steps whose largest batch is looked for."""
+PLANNED = {"halfstep plan, bf16": "bf16", "halfstep plan, f16": "f16"}
+"""Steps whose policy is a plan for a batch larger than those of all other steps."""
 STRIDE = 32
 """Largest batches are multiples of this."""
 
@@ -120,7 +124,7 @@ QUICK = Plan(
 
 def compile_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """One row for each step, batch, target, maker of products and model."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     bar = tqdm(jobs, desc="compile", unit="step")
     for runs, batch, name in bar:
         bar.set_postfix_str(f"{runs.model.name}, {runs.target}, batch {batch}, {name}")
@@ -158,10 +162,10 @@ def compile_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
                 "rematerialized": rematerialized(entry.hlo),
             }
         )
-    return with_ratios(rows)
+    return rows
 
 
-def cause(error: RefusedError) -> str:
+def cause(error: halfstep.PreflightError) -> str:
     """What the compiler itself said first."""
     said = str(error).partition("It says:\n")[2] or str(error)
     return said.splitlines()[0].strip()
@@ -199,54 +203,82 @@ def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("model", "gemm", "target", "batch"))
 
 
-def search_rows(search: Search) -> list[dict[str, Any]]:
+def search_rows(search: Search, kept: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """The largest batch that fits, for each step that is searched."""
-    model = search.model
-    rows = []
-    bar = tqdm(SEARCHED, desc="largest batch", unit="step")
+    rows = {row["step"]: row for row in kept}
+    bar = tqdm([*SEARCHED, *PLANNED], desc="largest batch", unit="step")
     for name in bar:
-        variant = VARIANTS[name]
-
-        def step_for_batch(batch: int, variant=variant, name=name) -> tuple[Any, tuple[Any, ...]]:
-            bar.set_postfix_str(f"{name}, batch {batch}")
-            return variant.of(model.loss), arguments(variant, model, batch)
-
+        if name in rows:
+            continue
         row: dict[str, Any] = {
-            "model": model.name,
+            "model": search.model.name,
             "gemm": search.gemm,
             "target": search.target,
             "step": name,
         }
         try:
-            found = halfstep.preflight.largest_batch(
-                step_for_batch,
-                target=search.target,
-                multiple_of=STRIDE,
-                maximum=search.maximum,
-                donate_argnums=DONATED,
-                gemm=search.gemm,
-                progress=False,
-            )
-        except RefusedError as error:
-            rows.append({**row, "refused": cause(error)})
-            continue
-        rows.append(
-            {
-                **row,
-                "batch": found.batch,
-                "peak_bytes": found.entry.peak_bytes,
-                "usable_bytes": found.entry.usable_bytes,
-                "rematerialized": rematerialized(found.entry.hlo),
-                "tried": {str(batch): entry.peak_bytes for batch, entry in found.tried.items()},
-            }
-        )
-    return rows
+            largest = max(found.get("batch", 0) for found in rows.values()) if rows else 0
+            variant = planned(search, name, largest) if name in PLANNED else VARIANTS[name]
+            rows[name] = row | searched(search, variant, bar)
+        except (RefusedError, DoesNotFitError) as error:
+            rows[name] = {**row, "refused": cause(error)}
+    return [rows[name] for name in (*SEARCHED, *PLANNED)]
 
 
-def measure(plan: Plan, only: Sequence[str] = ()) -> dict[str, Any]:
-    """All rows, with what is needed to make them again."""
-    jobs = [job for job in plan.jobs() if is_chosen(job, only)]
-    rows = compile_rows(jobs)
+def planned(search: Search, name: str, largest: int) -> Variant:
+    """The step with a plan for the next batch after the largest one that was found."""
+    variant = VARIANTS[f"halfstep, {PLANNED[name]}"]
+    plan = halfstep.plan(
+        lambda policy: with_halfstep(policy)(search.model.loss),
+        arguments(variant, search.model, largest + STRIDE),
+        target=search.target,
+        policy=PLANNED[name],
+        donate_argnums=DONATED,
+        gemm=search.gemm,
+        progress=False,
+    )
+    return dataclasses.replace(variant, of=with_halfstep(plan.policy))
+
+
+def searched(search: Search, variant: Variant, bar: "tqdm[str]") -> dict[str, Any]:
+    """The largest batch of one step."""
+
+    def step_for_batch(batch: int) -> tuple[Any, tuple[Any, ...]]:
+        bar.set_postfix_str(f"batch {batch}")
+        return variant.of(search.model.loss), arguments(variant, search.model, batch)
+
+    found = halfstep.preflight.largest_batch(
+        step_for_batch,
+        target=search.target,
+        multiple_of=STRIDE,
+        maximum=search.maximum,
+        donate_argnums=DONATED,
+        gemm=search.gemm,
+        progress=False,
+    )
+    return {
+        "batch": found.batch,
+        "peak_bytes": found.entry.peak_bytes,
+        "usable_bytes": found.entry.usable_bytes,
+        "rematerialized": rematerialized(found.entry.hlo),
+        "tried": {str(batch): entry.peak_bytes for batch, entry in found.tried.items()},
+    }
+
+
+def measure(
+    plan: Plan, only: Sequence[str] = (), earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """All rows, with what is needed to make them again; those of an earlier report are kept."""
+    earlier = earlier or {}
+    kept = {(*place(row), row["step"]): row for row in earlier.get("rows", ())}
+    jobs = {
+        (runs.model.name, runs.gemm, runs.target, batch, step): (runs, batch, step)
+        for runs, batch, step in plan.jobs()
+        if is_chosen((runs, batch, step), only)
+    }
+    made = compile_rows([job for key, job in jobs.items() if key not in kept])
+    kept |= {(*place(row), row["step"]): row for row in made}
+    rows = with_ratios([kept[key] for key in jobs])
     return report(
         MODULE,
         {
@@ -256,7 +288,9 @@ def measure(plan: Plan, only: Sequence[str] = ()) -> dict[str, Any]:
             "reference": REFERENCE,
             "only": list(only),
             "rows": rows,
-            "largest_batch": [] if only else search_rows(plan.search),
+            "largest_batch": []
+            if only
+            else search_rows(plan.search, earlier.get("largest_batch", ())),
         },
         packages=(
             "mixed-precision-for-JAX",
@@ -332,9 +366,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         metavar="NAME",
         help="only rows with this model, target, maker of products, 'batch N' or step, and f32",
     )
+    options.add_argument(
+        "--resume", action="store_true", help="keep the rows of the file of --json"
+    )
     parsed = options.parse_args(argv)
     plan = QUICK if parsed.quick else FULL
-    made = read_or_make(parsed, lambda: measure(plan, parsed.only))
+    earlier = None
+    if parsed.resume:
+        if parsed.json in (None, "-"):
+            options.error("--resume keeps the rows of a file: give it with --json FILE.")
+        earlier = json.loads(pathlib.Path(parsed.json).read_text())
+    made = read_or_make(parsed, lambda: measure(plan, parsed.only, earlier))
     if parsed.json == "-":
         print(to_json(made))
     else:

@@ -72,7 +72,7 @@ def check(result: dict[str, Any], plan: memory.Plan) -> None:
             assert row["floor_ratio"] == round(row["peak_bytes"] / row["floor_bytes"], 3)
         elif row["gemm"] is not None:
             raise AssertionError(f"no floor: {row}")
-    searched = () if only else memory.SEARCHED
+    searched = () if only else (*memory.SEARCHED, *memory.PLANNED)
     assert [row["step"] for row in result["largest_batch"]] == list(searched)
     for row in result["largest_batch"]:
         tried = {int(batch): peak for batch, peak in row["tried"].items()}
@@ -198,7 +198,9 @@ class Compiler:
     """Answers at once, with less for each step than for the one before; may refuse one."""
 
     def __init__(self, plan: memory.Plan, refused: str | None = None):
-        self.names = iter([step for _, _, step in plan.jobs()] + list(memory.SEARCHED))
+        planned = [f"halfstep, {policy}" for policy in memory.PLANNED.values()]
+        steps = [step for _, _, step in plan.jobs()]
+        self.names = iter([*steps, *memory.SEARCHED, *planned])
         self.refused = refused
 
     def __call__(self, step: Any, args: Any, *, targets: str = "h100", **options: Any) -> Any:
@@ -215,9 +217,16 @@ class Compiler:
         return types.SimpleNamespace(batch=32, entry=entry, tried={32: entry})
 
 
+def plan(make_step: Any, args: Any, *, policy: str, **options: Any) -> Any:
+    """A plan that changes nothing, for the batch after the largest one."""
+    assert args[-1].shape[0] == 32 + memory.STRIDE
+    return types.SimpleNamespace(policy=halfstep.Policy.parse(policy))
+
+
 @pytest.mark.usefixtures("peer")
 def test_json_and_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(halfstep, "preflight", Compiler(memory.QUICK))
+    monkeypatch.setattr(halfstep, "plan", plan)
     monkeypatch.setattr("sys.argv", ["memory", "--quick", "--json", "out.json"])
     memory.main(["--quick", "--json", str(tmp_path / "out.json")])
     written = json.loads((tmp_path / "out.json").read_text())
@@ -234,6 +243,12 @@ def test_json_and_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(halfstep, "preflight", None)
     assert memory.main(["--from", str(tmp_path / "out.json")]) == written
     assert capsys.readouterr().out == shown
+    # Nothing is compiled again where every row is there.
+    again = memory.main(["--quick", "--resume", "--json", str(tmp_path / "out.json")])
+    assert {**again, "command": written["command"]} == written
+    with pytest.raises(SystemExit):
+        memory.main(["--quick", "--resume"])
+    assert "--resume keeps the rows of a file" in capsys.readouterr().err
 
 
 def test_rows_can_be_chosen():
@@ -268,6 +283,7 @@ def test_what_a_compiler_does_not_say_is_left_out():
 @pytest.mark.usefixtures("peer")
 def test_a_refused_step_is_said_and_the_others_go_on(monkeypatch, capsys):
     monkeypatch.setattr(halfstep, "preflight", Compiler(memory.QUICK, refused="mpx, f16"))
+    monkeypatch.setattr(halfstep, "plan", plan)
     made = memory.main(["--quick"])
     rows = {(row["target"], row["step"]): row for row in made["rows"]}
     assert rows.pop(("h100", "mpx, f16"))["refused"] == "INTERNAL: no"
