@@ -28,6 +28,7 @@ from tqdm import tqdm
 import halfstep
 from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, vit
 from benchmarks._report import add_sources, parser, read_or_make, report, table
+from benchmarks._resume import add_resume, earlier_report
 from benchmarks._steps import DONATED, VARIANTS, Variant, arguments, with_halfstep
 from halfstep._preflight.preflight_errors import DoesNotFitError, RefusedError
 
@@ -366,16 +367,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         metavar="NAME",
         help="only rows with this model, target, maker of products, 'batch N' or step, and f32",
     )
-    options.add_argument(
-        "--resume", action="store_true", help="keep the rows of the file of --json"
-    )
+    add_resume(options)
     parsed = options.parse_args(argv)
     plan = QUICK if parsed.quick else FULL
-    earlier = None
-    if parsed.resume:
-        if parsed.json in (None, "-"):
-            options.error("--resume keeps the rows of a file: give it with --json FILE.")
-        earlier = json.loads(pathlib.Path(parsed.json).read_text())
+    earlier = earlier_report(options, parsed)
     made = read_or_make(parsed, lambda: measure(plan, parsed.only, earlier))
     if parsed.json == "-":
         print(to_json(made))

@@ -56,7 +56,9 @@ def decide(
         return make(Rule.AS_TRACED, FLOAT32, Kind.WIDE, barrier=True)
     rule = outcome or _special(node, graph, TABLE.get(node.name, Rule.AS_TRACED))
     if node.name in CONTRACTIONS:
-        return _contraction(node, graph, kinds, settings, rule, make, by, given)
+        made = _contraction(node, graph, kinds, settings, rule, make, by, given)
+        # Also a rule whose recipe does not apply has matched something.
+        return made if given is None else dataclasses.replace(made, recipe_by=str(given))
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)
     widest = _met(kinds)
@@ -88,21 +90,6 @@ def _met(kinds: Sequence[Kind]) -> Kind:
 
 
 def _contraction(
-    node: Node,
-    graph: Graph,
-    kinds: Sequence[Kind],
-    settings: Settings,
-    rule: Rule,
-    make: Callable[..., Decision],
-    chosen: str,
-    given: PrecisionRule | None,
-) -> Decision:
-    made = _in_compute(node, graph, kinds, settings, rule, make, chosen, given)
-    # Also a rule whose recipe does not apply has matched something.
-    return made if given is None else dataclasses.replace(made, recipe_by=str(given))
-
-
-def _in_compute(
     node: Node,
     graph: Graph,
     kinds: Sequence[Kind],

@@ -32,12 +32,11 @@ def kept(name: str) -> dict[str, Any]:
 def test_the_kept_report(module: Any):
     made = kept(module.MODULE.rpartition(".")[2])
     groups = {(run["task"], run["policy"]) for run in made["runs"]}
-    names = module.NAMES
-    assert groups == {(task, name) for task in made["tasks"] for name in names}
+    assert groups == {(task, name) for task in made["tasks"] for name in module.NAMES}
     for run in made["runs"]:
         assert len(run["curve"]) * made["every"] == made["tasks"][run["task"]]["steps"]
         assert run["skipped"] == 0
-    summary = training.summarize(made["runs"], made["tasks"], names, module.bar_of)
+    summary = training.summarize(made["runs"], made["tasks"], module.NAMES, module.bar_of)
     assert made["results"] == summary["results"]
     assert summary["bars"].items() <= made["bars"].items()
     assert made["passed"] == all(made["bars"].values())

@@ -111,12 +111,28 @@ def multiply(
         out: The dtype of the result.
         scopes: The scopes of a product with units for blocks, and of one without.
     """
-    operands = []
-    for blocks, factor in ((first, of_first), (second, of_second)):
-        batch, rows, count, size = blocks.elements.shape
-        operands.append(blocks.elements.reshape(batch, rows, count * size))
-        operands.append(scale_of_rows(blocks.scale, rows, factor))
-    made = product(*operands, form=Form(compute, out, *scopes))
+    by = functools.partial(product, form=Form(compute, out, *scopes))
+    return multiply_arrays(by, first, second, of_first, of_second)
+
+
+def multiply_arrays(
+    by: Callable[..., jax.Array], first: Blocks, second: Blocks, of_first: Factor, of_second: Factor
+) -> jax.Array:
+    """Multiply by a product that takes the elements and the scales of each factor as arrays.
+
+    Args:
+        by: The product, as `product` is without its form.
+        first: The first factor.
+        second: The second factor.
+        of_first: How the first factor is encoded.
+        of_second: How the second factor is encoded.
+    """
+    operands: list[jax.Array] = []
+    for array, factor in ((first, of_first), (second, of_second)):
+        batch, rows, count, size = array.elements.shape
+        operands.append(array.elements.reshape(batch, rows, count * size))
+        operands.append(scale_of_rows(array.scale, rows, factor))
+    made = by(*operands)
     # A power of two: multiplying by it is exact.
     if of_first.two_level or of_second.two_level:
         made = made * (first.outer * second.outer).astype(made.dtype)

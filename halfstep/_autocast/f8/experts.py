@@ -30,7 +30,7 @@ from halfstep._autocast.f8.blocks import Form
 from halfstep._autocast.f8.dimensions import Roles, of_dot
 from halfstep._policy import Factor, Leg
 from halfstep.kernels._target import is_divided
-from halfstep.quant._scaled import Blocks, scale_of_rows
+from halfstep.quant._scaled import Blocks
 
 _TILE = 128
 """The least number of rows of a tile: GPUs multiply as many at a time."""
@@ -194,17 +194,13 @@ class Groups(NamedTuple):
                 the matrices, `[group, own, summed]`, and the result is `[row, own]`.
             form: How the product is computed.
         """
-        operands: list[jax.Array] = []
-        for array, factor in ((first, of_first), (second, of_second)):
-            batch, count, length, size = array.elements.shape
-            operands.append(array.elements.reshape(batch, count, length * size))
-            operands.append(scale_of_rows(array.scale, count, factor))
         way = _Way(form, self.rows, over_rows)
-        made: jax.Array = _experts.bind(*operands, self.sizes, way=way, mapped=())
-        # A power of two: multiplying by it is exact.
-        if of_first.two_level or of_second.two_level:
-            made = made * (first.outer * second.outer).astype(made.dtype)
-        return made
+
+        def by(*operands: jax.Array) -> jax.Array:
+            made: jax.Array = _experts.bind(*operands, self.sizes, way=way, mapped=())
+            return made
+
+        return blocks.multiply_arrays(by, first, second, of_first, of_second)
 
 
 def _unit(leg: Leg | None) -> int | None:
