@@ -81,6 +81,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "debug": (Benchmark("debug"), Benchmark("bisect", ("--steps", "5"))),
         "scale": (Benchmark("scale", plots=True),),
         "costs": (Benchmark("costs"),),
+        "guard": (Benchmark("guard", ("--only", "small GPT")),),
         "training": (
             Benchmark("training", plots=True),
             Benchmark("loss_scaling", plots=True),

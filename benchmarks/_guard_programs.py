@@ -1,0 +1,144 @@
+"""The training steps whose bytes `benchmarks.guard` compares with those of an earlier version."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+import halfstep
+from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, gpt, vit
+from benchmarks._steps import VARIANTS, Variant, with_halfstep
+from tests.models import bert as _bert, convolutions, vit as _vit
+
+Group = Literal["same", "rounded"]
+"""Programs that keep every byte, and those that may be rounded elsewhere."""
+TARGETS = ("h100", "v5e")
+STEPS: Mapping[str, Variant] = MappingProxyType(
+    {
+        "bf16": VARIANTS["halfstep, bf16"],
+        "f16": VARIANTS["halfstep, f16"],
+        "bf16, islands=False": Variant(
+            with_halfstep("bf16", islands=False), halfstep.NoLossScaling
+        ),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step of a model that is compiled at one batch."""
+
+    model: Model
+    batch: int
+    group: Group
+    step: str = "bf16"
+    targets: tuple[str, ...] = TARGETS
+
+
+def images(size: int) -> Callable[[int], tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Batches of square images and labels."""
+    return lambda batch: (
+        jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+
+
+def bert(name: str, *, heads: int, loss: Mapping[str, Any], **sizes: int) -> Model:
+    """A post-norm encoder of tokens, some of which are masked."""
+
+    def batch(size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((size, sizes["tokens"]), jnp.int32),) * 2
+
+    init = functools.partial(_bert.init, **sizes)
+    of = functools.partial(_bert.loss, heads=heads, **loss)
+    return Model(name, {**sizes, "heads": heads}, lambda key: init(key=key), of, batch)
+
+
+def resnet(name: str, *, width: int, blocks: tuple[int, ...], image: int) -> Model:
+    """A ResNet of 1000 classes."""
+
+    def init(key: Array) -> Any:
+        return convolutions.init_resnet(width=width, blocks=blocks, key=key)
+
+    loss = functools.partial(convolutions.resnet_loss, blocks=blocks)
+    sizes = {"width": width, "blocks": sum(blocks), "image": image}
+    return Model(name, sizes, init, loss, images(image))
+
+
+def unet(name: str, *, width: int, levels: int, image: int) -> Model:
+    """A U-Net of noisy images."""
+
+    def init(key: Array) -> Any:
+        return convolutions.init_unet(width=width, levels=levels, key=key)
+
+    def batch(size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((size, image, image, 3), jnp.float32),) * 2
+
+    sizes = {"width": width, "levels": levels, "image": image}
+    return Model(name, sizes, init, convolutions.unet_loss, batch)
+
+
+def with_remat(saved: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The loss of a vision transformer with `jax.checkpoint` around each layer."""
+
+    def loss(model: _vit.ViT, *batch: Any) -> Any:
+        blocks = [eqx.filter_checkpoint(block, policy=saved) for block in model.blocks]
+        return _vit.loss(eqx.tree_at(lambda model: model.blocks, model, blocks), *batch)
+
+    return loss
+
+
+def rounded(model: Model, batch: int, remat: Callable[..., Any]) -> tuple[Program, ...]:
+    """A model under the user's own `jax.checkpoint`, by its policy, and one without islands."""
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    losses = {"remat": remat(), "remat but dots": remat(saved=dots)}
+    models = (
+        dataclasses.replace(model, name=f"{model.name}, {name}", loss=loss)
+        for name, loss in losses.items()
+    )
+    without = Program(model, batch, "rounded", "bf16, islands=False")
+    return (*(Program(one, batch, "rounded") for one in models), without)
+
+
+def remat_of(model: Model) -> Callable[..., Any]:
+    """The losses of a model that takes `remat` and `saved` itself."""
+    return lambda **options: functools.partial(model.loss, remat=True, **options)
+
+
+BERT = {"vocabulary": 30_522, "tokens": 512, "width": 768, "hidden": 3072, "heads": 12}
+# Each layer that is written out makes a compile longer, and a fourth is like the third: XLA's
+# TPU compiler takes minutes for 12. Float16 is for the GPU only, because a TPU converts it.
+GPT_OUT = gpt("GPT written out", layers=3, vocabulary=50_257, tokens=1024, width=768, heads=12)
+BERT_OUT = bert("BERT written out", layers=2, loss={"scan": False}, **BERT)
+SMALL_VIT = vit("ViT", **{**DESKTOP.sizes, "blocks": 2})
+SMALL_GPT = gpt("small GPT", layers=4, vocabulary=50_257, tokens=256, width=512, heads=8)
+PROGRAMS = (
+    Program(DESKTOP, 256, "same"),
+    Program(DESKTOP, 256, "same", "f16", targets=("h100",)),
+    Program(DESKTOP, 64, "same"),
+    Program(DESKTOP, 64, "same", "f16", targets=("h100",)),
+    Program(BASE, 128, "same", targets=("h100",)),
+    Program(
+        vit("ViT-Base of 3 blocks", **{**BASE.sizes, "blocks": 3}), 128, "same", targets=("v5e",)
+    ),
+    Program(GPT, 8, "same"),
+    Program(GPT_REMAT, 8, "same"),
+    Program(
+        dataclasses.replace(GPT_OUT, loss=functools.partial(GPT_OUT.loss, scan=False)), 8, "same"
+    ),
+    # For a U-Net of 64 x 64 images, width 128, 3 levels and batch 64, XLA's TPU compiler needs more
+    # than 8 minutes.
+    Program(unet("U-Net", width=64, levels=2, image=32), 8, "same"),
+    Program(resnet("ResNet", width=64, blocks=(1, 1, 1, 1), image=128), 32, "same"),
+    Program(bert("BERT-base", layers=12, loss={}, **BERT), 8, "same"),
+    Program(BERT_OUT, 8, "same"),
+    *rounded(SMALL_GPT, 4, remat_of(SMALL_GPT)),
+    *rounded(SMALL_VIT, 64, with_remat),
+    *rounded(BERT_OUT, 8, remat_of(BERT_OUT)),
+)
