@@ -49,15 +49,20 @@ def images(size: int) -> Callable[[int], tuple[jax.ShapeDtypeStruct, jax.ShapeDt
     )
 
 
-def bert(name: str, *, heads: int, loss: Mapping[str, Any], **sizes: int) -> Model:
+def written_out(model: Model) -> Model:
+    """A model without a scan over its layers."""
+    return dataclasses.replace(model, loss=functools.partial(model.loss, scan=False))
+
+
+def bert(name: str, *, heads: int, **sizes: int) -> Model:
     """A post-norm encoder of tokens, some of which are masked."""
 
     def batch(size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((size, sizes["tokens"]), jnp.int32),) * 2
 
     init = functools.partial(_bert.init, **sizes)
-    of = functools.partial(_bert.loss, heads=heads, **loss)
-    return Model(name, {**sizes, "heads": heads}, lambda key: init(key=key), of, batch)
+    loss = functools.partial(_bert.loss, heads=heads)
+    return Model(name, {**sizes, "heads": heads}, lambda key: init(key=key), loss, batch)
 
 
 def resnet(name: str, *, width: int, blocks: tuple[int, ...], image: int) -> Model:
@@ -84,7 +89,7 @@ def unet(name: str, *, width: int, levels: int, image: int) -> Model:
     return Model(name, sizes, init, convolutions.unet_loss, batch)
 
 
-def with_remat(saved: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def remat_of_blocks(saved: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The loss of a vision transformer with `jax.checkpoint` around each layer."""
 
     def loss(model: _vit.ViT, *batch: Any) -> Any:
@@ -111,34 +116,39 @@ def remat_of(model: Model) -> Callable[..., Any]:
     return lambda **options: functools.partial(model.loss, remat=True, **options)
 
 
-BERT = {"vocabulary": 30_522, "tokens": 512, "width": 768, "hidden": 3072, "heads": 12}
-# Each layer that is written out makes a compile longer, and a fourth is like the third: XLA's
-# TPU compiler takes minutes for 12. Float16 is for the GPU only, because a TPU converts it.
-GPT_OUT = gpt("GPT written out", layers=3, vocabulary=50_257, tokens=1024, width=768, heads=12)
-BERT_OUT = bert("BERT written out", layers=2, loss={"scan": False}, **BERT)
+BASE_3 = vit("ViT-Base of 3 blocks", **{**BASE.sizes, "blocks": 3})
+BERT_BASE = bert(
+    "BERT-base", vocabulary=30_522, tokens=512, width=768, hidden=3072, layers=12, heads=12
+)
+# XLA's TPU compiler makes a small program of these within a minute. Their vocabularies are small,
+# because the scores of a large one would hide what the layers keep.
+SMALL: dict[str, Any] = {"vocabulary": 4096, "tokens": 256, "width": 512, "heads": 8}
 SMALL_VIT = vit("ViT", **{**DESKTOP.sizes, "blocks": 2})
-SMALL_GPT = gpt("small GPT", layers=4, vocabulary=50_257, tokens=256, width=512, heads=8)
+SMALL_GPT = gpt("small GPT", layers=4, **SMALL)
+GPT_OUT = written_out(gpt("GPT written out", layers=3, **SMALL))
+BERT_OUT = written_out(bert("BERT written out", layers=2, hidden=2048, **SMALL))
+# A U-Net of 64 x 64 images, 3 levels of a width from 128 on and batch 64 takes XLA's TPU compiler
+# more than 8 minutes.
+UNET = unet("U-Net", width=64, levels=2, image=32)
+RESNET = resnet("ResNet", width=64, blocks=(1, 1, 1, 1), image=64)
 PROGRAMS = (
+    # Float16 is for the GPU only, because a TPU converts it.
     Program(DESKTOP, 256, "same"),
     Program(DESKTOP, 256, "same", "f16", targets=("h100",)),
     Program(DESKTOP, 64, "same"),
     Program(DESKTOP, 64, "same", "f16", targets=("h100",)),
+    # With its 12 blocks, a compile for a TPU takes minutes.
     Program(BASE, 128, "same", targets=("h100",)),
-    Program(
-        vit("ViT-Base of 3 blocks", **{**BASE.sizes, "blocks": 3}), 128, "same", targets=("v5e",)
-    ),
+    Program(BASE_3, 128, "same", targets=("v5e",)),
     Program(GPT, 8, "same"),
     Program(GPT_REMAT, 8, "same"),
-    Program(
-        dataclasses.replace(GPT_OUT, loss=functools.partial(GPT_OUT.loss, scan=False)), 8, "same"
-    ),
-    # For a U-Net of 64 x 64 images, width 128, 3 levels and batch 64, XLA's TPU compiler needs more
-    # than 8 minutes.
-    Program(unet("U-Net", width=64, levels=2, image=32), 8, "same"),
-    Program(resnet("ResNet", width=64, blocks=(1, 1, 1, 1), image=128), 32, "same"),
-    Program(bert("BERT-base", layers=12, loss={}, **BERT), 8, "same"),
+    Program(GPT_OUT, 8, "same"),
+    Program(UNET, 8, "same"),
+    Program(RESNET, 32, "same"),
+    Program(BERT_BASE, 8, "same"),
     Program(BERT_OUT, 8, "same"),
     *rounded(SMALL_GPT, 4, remat_of(SMALL_GPT)),
-    *rounded(SMALL_VIT, 64, with_remat),
+    *rounded(SMALL_VIT, 64, remat_of_blocks),
     *rounded(BERT_OUT, 8, remat_of(BERT_OUT)),
 )
+"""All that is compiled."""
