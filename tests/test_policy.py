@@ -14,7 +14,7 @@ import halfstep
 from halfstep import Policy, PrecisionRule
 from halfstep._base.formats import parse_dtype
 from halfstep._policy.policy import as_policy
-from halfstep._policy.rules import OUTCOMES, Operation, plain_scope
+from halfstep._policy.rules import OUTCOMES, READINGS, Operation, plain_scope
 
 pytestmark = [pytest.mark.core, pytest.mark.types, pytest.mark.wheel]
 
@@ -32,11 +32,17 @@ policies = st.fixed_dictionaries(
         "rules": st.lists(
             st.builds(
                 PrecisionRule,
-                st.sampled_from(OUTCOMES),
+                st.sampled_from([outcome for outcome in OUTCOMES if outcome not in READINGS]),
                 op=st.sampled_from(["tanh", "dot_*", "r?v"]),
                 scope=st.sampled_from([None, "head", "**/a?b/*"]),
             )
-            | st.builds(PrecisionRule, st.sampled_from(OUTCOMES), scope=st.just("head/out")),
+            | st.builds(PrecisionRule, st.sampled_from(OUTCOMES), scope=st.just("head/out"))
+            | st.builds(
+                PrecisionRule,
+                st.sampled_from(OUTCOMES),
+                loop=st.sampled_from(["step", "*"]),
+                scope=st.sampled_from([None, "head"]),
+            ),
             max_size=3,
         ),
         "accumulate": st.sampled_from([None, "f32"]),
@@ -195,7 +201,7 @@ def test_rules_that_cannot_be_read(text: str, message: str):
 
 
 def test_a_rule_says_what_it_is_for():
-    with pytest.raises(ValueError, match=r"got 'float32' alone\. Give op=, scope= or where="):
+    with pytest.raises(ValueError, match=r"got 'float32' alone\. Give op=, scope=, loop= or where="):
         PrecisionRule("float32")
     with pytest.raises(ValueError, match="cannot contain a comma or one of '=@:'"):
         PrecisionRule("float32", op="a=b")

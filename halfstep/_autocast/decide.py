@@ -17,9 +17,10 @@ from halfstep._autocast.nested import Planner
 from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
 from halfstep._autocast.plans import FLOAT32, Decision, Settings, held_dtype
 from halfstep._autocast.primitives import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
+from halfstep._autocast.state import Carry, StateInside, StatePath, carries_of
 from halfstep._base import jaxprs_in
 from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
-from halfstep._program import Graph, Node, Operand, is_scalar_literal, size
+from halfstep._program import Graph, Node, Operand, Scan, While, is_scalar_literal, size
 
 _PLANNERS = MappingProxyType({**nested.PLANNERS, **custom_rules.PLANNERS})
 # Operations that are never recomputed: communication, operations that are expensive to repeat, and
@@ -31,7 +32,12 @@ _KEEP = PrecisionRule("float32", scope=KEEP_SCOPE)
 
 
 def decide(
-    node: Node, graph: Graph, kinds: Sequence[Kind], settings: Settings, plan: Planner
+    node: Node,
+    graph: Graph,
+    kinds: Sequence[Kind],
+    settings: Settings,
+    plan: Planner,
+    state: StateInside,
 ) -> Decision:
     """Decide how an operation runs, given the kinds of its operands."""
     chosen = _chosen(node, graph, settings)
@@ -44,7 +50,8 @@ def decide(
         given, chosen = chosen, None
     outcome = _outcome(node, chosen)
     if holds and outcome is None:
-        return _PLANNERS[node.name](node, kinds, settings, plan)
+        made = _PLANNERS[node.name](node, kinds, settings, plan, state)
+        return dataclasses.replace(made, carries=state.carries)
     compute = settings.compute
     known = holds or node.name in TABLE
     by = "" if outcome is None or chosen is None else str(chosen)
@@ -59,6 +66,8 @@ def decide(
         made = _contraction(node, graph, kinds, settings, rule, make, by, given)
         # Also a rule whose recipe does not apply has matched something.
         return made if given is None else dataclasses.replace(made, recipe_by=str(given))
+    if rule is Rule.WIDEST and state.is_feeding and outcome is None:
+        rule = Rule.FLOAT32
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)
     widest = _met(kinds)
@@ -170,9 +179,9 @@ def _chosen(node: Node, graph: Graph, settings: Settings) -> PrecisionRule | Non
         return None
     operation = operation_of(node, graph)
     for rule in settings.rules:
-        # These outcomes are about contractions only.
+        # These outcomes are about contractions only, and readings are about loops: `read_carries`.
         narrow = rule.outcome == "accumulate" or rule.recipe is not None
-        concerned = not narrow or node.name in CONTRACTIONS
+        concerned = not rule.is_reading and (not narrow or node.name in CONTRACTIONS)
         if concerned and rule.matches(operation):
             return rule
     return None
@@ -184,7 +193,32 @@ def operation_of(node: Node, graph: Graph) -> Operation:
         [jax.ShapeDtypeStruct(getattr(a, "shape", ()), getattr(a, "dtype", bool)) for a in avals]
         for avals in (map(graph.aval, node.ins), map(graph.aval, node.outs))
     ]
-    return Operation(node.name, node.scope, node.params, tuple(shapes[0]), tuple(shapes[1]))
+    function = node.structure.name if isinstance(node.structure, Scan | While) else ""
+    ins, outs = map(tuple, shapes)
+    return Operation(node.name, node.scope, node.params, ins, outs, function)
+
+
+def read_carries(
+    node: Node, graph: Graph, settings: Settings, around: StatePath
+) -> tuple[Carry, ...]:
+    """Return how the carries of a loop are read whose precision autocast chooses."""
+    if not isinstance(node.structure, Scan | While) or settings.compute.itemsize >= 4:
+        return ()
+    body, inner = node.structure.inner()[-1], node.graphs[-1]
+    found = [
+        carry
+        for carry in carries_of(node, around)
+        if is_subject(inner.avals[inner.inputs[body.carried[carry.number]]], settings.compute)
+    ]
+    readings = [rule for rule in settings.rules if rule.is_reading]
+    if not (found and readings):
+        return tuple(found)
+    operation = operation_of(node, graph)
+    rule = next((rule for rule in readings if rule.matches(operation)), None)
+    if rule is None:
+        return tuple(found)
+    is_state, by = rule.outcome == "state", str(rule)
+    return tuple(Carry(carry.number, carry.name, is_state, f"rule {by}", by) for carry in found)
 
 
 def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:

@@ -24,11 +24,10 @@ from halfstep._autocast.plans import (
 )
 from halfstep._autocast.primitives import Rule
 from halfstep._autocast.saved.stores import Saves, only_stores
+from halfstep._autocast.state import StateInside
 from halfstep._base import cast
 from halfstep._program import (
     Cond,
-    Constant,
-    Graph,
     Inside,
     Jit,
     Node,
@@ -36,7 +35,6 @@ from halfstep._program import (
     Scan,
     ShardMap,
     While,
-    graph_of,
     run_inside,
 )
 
@@ -90,9 +88,11 @@ def without_state(settings: Settings) -> Settings:
 # Scan.
 
 
-def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+def _plan_scan(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+) -> Decision:
     loop = node.structured(Scan)
-    inner = graph_of(loop.body, node.scope)
+    (inner,), (path,) = node.graphs, state.paths(node)
     settings = dataclasses.replace(settings, is_recomputed=False)
     first, carries = loop.consts, loop.carries
     # A carry has one dtype in all iterations. This dtype depends on what the body makes of the
@@ -100,10 +100,11 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
     # carries leave it as they entered it. `carried` only ever widens a kind, and there are few
     # kinds: this ends after as many rounds as a carry has kinds to pass through, most often two.
     current = list(kinds)
-    for position in _accumulators(inner, first, carries):
-        current[position] = Kind.WIDE
+    for carry in state.carries:
+        if carry.is_state:
+            current[first + carry.number] = join((Kind.WIDE, current[first + carry.number]))
     while True:
-        made = plan(inner, current, settings)
+        made = plan(inner, current, settings, path=path)
         outs = out_kinds(made)
         stable = [
             carried(before, after)
@@ -114,33 +115,21 @@ def _plan_scan(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
         current[first : first + carries] = stable
 
 
-def _accumulators(inner: Graph, first: int, carries: int) -> list[int]:
-    """Return the carries to which every iteration only adds: sums over the iterations."""
-    # A sum of many terms in 16 bits stalls: once it is 256 times what is added, bfloat16 rounds
-    # every addition away. So these carries are float32, whatever is added to them.
-    found = []
-    for number in range(carries):
-        value, out = inner.inputs[first + number], inner.outputs[number]
-        using = [inner.nodes[index] for index in inner.users[value]]
-        dtype = getattr(inner.avals[value], "dtype", None)
-        adds = len(using) == 1 and using[0].name in ("add", "add_any", "sub")
-        if dtype == FLOAT32 and adds and not isinstance(out, Constant) and out in using[0].outs:
-            found.append(first + number)
-    return found
-
-
 # While.
 
 
-def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+def _plan_while(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+) -> Decision:
     loop = node.structured(While)
-    condition, body = graph_of(loop.test, node.scope), graph_of(loop.body, node.scope)
+    (condition, body), (_, path) = node.graphs, state.paths(node)
     settings = without_state(settings)
     of_condition, of_body, carry = map(list, loop.split(kinds))
-    for position in _accumulators(body, len(of_body), len(carry)):
-        carry[position - len(of_body)] = Kind.WIDE
+    for found in state.carries:
+        if found.is_state:
+            carry[found.number] = join((Kind.WIDE, carry[found.number]))
     while True:
-        made = plan(body, [*of_body, *carry], settings)
+        made = plan(body, [*of_body, *carry], settings, path=path)
         stable = [carried(*pair) for pair in zip(carry, out_kinds(made), strict=True)]
         if stable == carry:
             test = plan(condition, [*of_condition, *carry], settings)
@@ -151,10 +140,12 @@ def _plan_while(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
 # Cond and switch.
 
 
-def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+def _plan_cond(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+) -> Decision:
     branches = [
-        plan(graph_of(branch, node.scope), kinds[1:], settings)
-        for branch in node.structured(Cond).branches
+        plan(branch, kinds[1:], settings, path=path)
+        for branch, path in zip(node.graphs, state.paths(node), strict=True)
     ]
     # Which branch runs is known only on the device, and all branches return the same dtypes.
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
@@ -164,7 +155,9 @@ def _plan_cond(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Plan
 # Calls.
 
 
-def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
+def _plan_remat(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+) -> Decision:
     # Nothing is stored inside a function that the user recomputes, so islands would save nothing
     # and be recomputed twice. A few are worth it for another reason: see `islands.is_worth_twice`.
     remat = node.structured(Remat)
@@ -172,7 +165,8 @@ def _plan_remat(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Pla
     settings = dataclasses.replace(without_islands(settings), is_recomputed=is_recomputed)
     if settings.residuals is not None or settings.saves is not None:
         settings = dataclasses.replace(settings, residuals=None, saves=_saves(remat, settings))
-    inner = plan(graph_of(remat.function, node.scope), kinds, settings)
+    (graph,), (path,) = node.graphs, state.paths(node)
+    inner = plan(graph, kinds, settings, path=path)
     return inner_decision(out_kinds(inner), inner)
 
 
@@ -197,16 +191,18 @@ def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any
     )
 
 
-def _plan_call(node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner) -> Decision:
-    function = node.structured(Jit, ShardMap).function
-    inner = plan(graph_of(function, node.scope), kinds, settings)
+def _plan_call(
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+) -> Decision:
+    (graph,), (path,) = node.graphs, state.paths(node)
+    inner = plan(graph, kinds, settings, path=path)
     return inner_decision(out_kinds(inner), inner)
 
 
 def _plan_shard_map(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
 ) -> Decision:
-    return _plan_call(node, kinds, without_state(settings), plan)
+    return _plan_call(node, kinds, without_state(settings), plan, state)
 
 
 RECOMPUTED = Remat.names

@@ -9,11 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ref import AbstractRef
 
-from halfstep._autocast.decide import decide, operation_of
+from halfstep._autocast.decide import decide, operation_of, read_carries
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.matching import RuleMatches, lines_of
 from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
+from halfstep._autocast.state import (
+    NO_STATE,
+    StateInside,
+    StatePath,
+    contracts,
+    exact_operands,
+    feeding_nodes,
+    is_float,
+    state_nodes,
+)
 from halfstep._policy import StoreRule
 from halfstep._program import Constant, CustomJvp, Finder, Graph, Node, Operand, is_traced, size
 
@@ -26,6 +36,7 @@ def plan(
     settings: Settings,
     *,
     tangents: Collection[int] = (),
+    path: StatePath = NO_STATE,
 ) -> Plan:
     """Decide how every operation of a graph runs, given the kinds of its inputs.
 
@@ -36,13 +47,20 @@ def plan(
         tangents: Positions of inputs in which the function must stay linear, because JAX
             transposes it: the tangents of a `custom_jvp`'s rule. Quantization is not linear, so no
             recipe applies to values that are made of them.
+        path: Where the state of a loop around the function enters and leaves it, and which of its
+            inputs are weights. State is never rounded.
     """
     state = Draft(graph, settings)
+    paths = state_nodes(graph, path)
+    feeding = feeding_nodes(graph, paths.keys())
     unquantized = dataclasses.replace(settings, quantizes=False)
     linear = {graph.inputs[position] for position in tangents}
     for number, kind in zip(graph.inputs, in_kinds, strict=True):
         state.kinds[number] = kind
         state.from_low[number] = kind.is_low
+        state.weights[number] = kind.is_weight
+    for position in path.weights:
+        state.weights[graph.inputs[position]] = True
     for number, value in graph.constants:
         if is_subject(graph.avals[number], settings.compute):
             # A value that a function closes over may belong to an outer trace: nothing is known
@@ -65,13 +83,32 @@ def plan(
         if node.effects:
             level = max(level, after_effects)
         state.levels.append(level)
-        kinds = [seen_kind(state, operand, level) for operand in node.ins]
-        if node.name == "name" and kinds[0] is Kind.WIDE and _may_be_rounded(state, node.ins[0]):
+        around = paths.get(index, NO_STATE)
+        holds = node.structure is not None and not node.structure.is_opaque
+        kinds = [seen_kind(state, operand, index) for operand in node.ins]
+        around = around._replace(
+            weights=frozenset(p for p, o in enumerate(node.ins) if _is_weight(state, o))
+        )
+        carries = read_carries(node, graph, settings, around)
+        if holds or around.outs:
+            positions = exact_operands(node, carries, around) if holds else range(len(node.ins))
+            exact = (o for p in positions if not isinstance(o := node.ins[p], Constant))
+            state.exact[index] = frozenset(exact)
+        kinds = [seen_kind(state, operand, index) for operand in node.ins]
+        if (
+            node.name == "name"
+            and not around.outs
+            and kinds[0] is Kind.WIDE
+            and _may_be_rounded(state, node.ins[0])
+        ):
             # The value is named so that `jax.checkpoint` can save it or move it to the host. It is
             # kept in 16 bits, like everything that is kept for the backward pass.
             kinds = [Kind.LOW]
         is_linear = not linear.isdisjoint(values)
-        decision = decide(node, graph, kinds, unquantized if is_linear else settings, plan)
+        chosen = unquantized if is_linear else settings
+        decision = decide(
+            node, graph, kinds, chosen, plan, StateInside(carries, around, index in feeding)
+        )
         if is_linear:
             linear.update(node.outs)
         elif settings.saves is not None and _is_one_value(node, decision):
@@ -80,7 +117,7 @@ def plan(
         decisions.append(decision)
         if node.effects:
             after_effects = level + decision.barrier
-        _record(state, node, decision, level, kinds)
+        _record(state, node, decision, level, kinds, around)
     return Plan(
         graph,
         settings,
@@ -89,7 +126,12 @@ def plan(
         tuple(state.levels),
         frozenset(state.rounded),
         frozenset(state.too_large),
+        state.exact,
     )
+
+
+def _is_weight(state: Draft, operand: Operand) -> bool:
+    return not isinstance(operand, Constant) and state.weights[operand]
 
 
 def _is_one_value(node: Node, decision: Decision) -> bool:
@@ -141,7 +183,12 @@ def _with_store(
 
 
 def _record(
-    state: Draft, node: Node, decision: Decision, level: int, kinds: Sequence[Kind]
+    state: Draft,
+    node: Node,
+    decision: Decision,
+    level: int,
+    kinds: Sequence[Kind],
+    path: StatePath,
 ) -> None:
     """Record what an operation makes, and whether readers after the next barrier see it rounded."""
     graph, settings = state.graph, state.settings
@@ -152,13 +199,20 @@ def _record(
     # Only float16 has a smaller range than float32.
     limited = settings.compute == np.dtype(np.float16)
     largest = _bound(node, graph, kinds, state.bounds) if limited else 0.0
+    floats = [value for value in values if is_float(graph.avals[value])]
+    # A product of weights is not a weight, nor is a mask.
+    are_weights = (
+        bool(floats) and all(state.weights[value] for value in floats) and not contracts(node)
+    )
+    is_mask = node.name == "convert_element_type" and not floats
     # `width` is the size of the largest value since the last barrier that a value is made of. A
     # value with less than half of that size has been reduced.
     same_level = [value for value in values if state.after[value] == level]
     width = max((state.width[value] for value in same_level), default=0)
     handed = max((size(graph.avals[value]) for value in same_level), default=0)
-    for number, kind in zip(node.outs, decision.outs, strict=True):
+    for position, (number, kind) in enumerate(zip(node.outs, decision.outs, strict=True)):
         state.kinds[number] = kind
+        state.weights[number] = are_weights or (kind.is_weight and not is_mask)
         state.after[number] = level + decision.barrier
         state.from_low[number] = from_low or kind.is_low
         state.bounds[number] = largest
@@ -176,6 +230,7 @@ def _record(
             and kind is Kind.WIDE
             and from_low
             and not is_new
+            and position not in path.outs
             and 2 * own >= state.width[number]
         ):
             (state.rounded if largest <= LARGEST else state.too_large).add(number)

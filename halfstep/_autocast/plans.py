@@ -14,6 +14,7 @@ from halfstep._autocast.f8.product import Off, RecipeProduct, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast.saved.stores import Saves, Store
+from halfstep._autocast.state import Carry
 from halfstep._base import Rounding
 from halfstep._policy import (
     Factor,
@@ -92,6 +93,8 @@ class Decision:
     """How its results are kept for the backward pass, if a `jax.checkpoint` is to save them."""
     stored_by: str = ""
     """The user's rule that has decided how its results are kept, if one has."""
+    carries: tuple[Carry, ...] = ()
+    """How a loop's carries are read."""
 
 
 class Draft:
@@ -112,6 +115,10 @@ class Draft:
         self.levels: list[int] = []
         self.rounded: set[int] = set()
         self.too_large: set[int] = set()
+        self.weights: list[bool] = [False] * count
+        """Whether each value is made of parameters and constants alone, without a product."""
+        self.exact: dict[int, frozenset[int]] = {}
+        """The values that an operation reads as they were made, because state is made of them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,6 +136,10 @@ class Plan:
     """Wide values that are held in the compute dtype once a barrier has been passed."""
     too_large: frozenset[int] = frozenset()
     """Wide values that stay float32 after a barrier, because float16 may not hold them."""
+    exact: Mapping[int, frozenset[int]] = dataclasses.field(
+        default_factory=dict[int, frozenset[int]]
+    )
+    """The values that an operation reads as they were made, because state is made of them."""
 
     @property
     def has_barrier(self) -> bool:
@@ -154,13 +165,13 @@ class Plan:
         """Return the operation that makes a value, if one of the plan does."""
         return self.graph.maker(operand)
 
-    def seen(self, operand: Operand, level: int) -> Kind:
-        """Return the kind of an operand for an operation of a level."""
-        return seen_kind(self, operand, level)
+    def seen(self, operand: Operand, index: int) -> Kind:
+        """Return the kind of an operand for an operation."""
+        return seen_kind(self, operand, index)
 
     def out_kind(self, operand: Operand) -> Kind:
         """Return the kind of a value for what comes after the function."""
-        return seen_kind(self, operand, -1)
+        return seen_kind(self, operand, None)
 
 
 def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Rounding:
@@ -178,8 +189,11 @@ def _rounding(node: Node, decision: Decision, found: Sequence[Rounding]) -> Roun
     return Rounding.LOOSE
 
 
-def seen_kind(state: Plan | Draft, operand: Operand, level: int) -> Kind:
-    """Return the kind of an operand for an operation of a level, in a plan or a draft."""
+def seen_kind(state: Plan | Draft, operand: Operand, index: int | None) -> Kind:
+    """Return the kind of an operand for an operation, in a plan or a draft.
+
+    Without an operation: for what comes after the function.
+    """
     compute = state.settings.compute
     if isinstance(operand, Constant):
         if not is_subject(operand.aval, compute):
@@ -189,8 +203,11 @@ def seen_kind(state: Plan | Draft, operand: Operand, level: int) -> Kind:
     made_by = state.graph.maker(operand)
     # A wide value is wide for its neighbors, between the same two barriers. Operations that read it
     # later, or outside the function, read it as it was stored.
-    crossed = made_by is not None and (level < 0 or state.levels[made_by] < level)
-    return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
+    crossed = made_by is not None and (index is None or state.levels[made_by] < state.levels[index])
+    if not crossed or kind is not Kind.WIDE or operand not in state.rounded:
+        return kind
+    is_exact = index is not None and operand in state.exact.get(index, ())
+    return kind if is_exact else Kind.LOW
 
 
 def held_dtype(aval: AbstractValue, kind: Kind, compute: np.dtype) -> np.dtype | None:

@@ -227,7 +227,7 @@ class Environment(Interpreter[Any]):
 def operand_of(env: Environment, operand: Operand, index: int) -> Any:
     """Return an operand in the dtype that the operation takes."""
     plan, decision = env.plan, env.plan.decisions[index]
-    kind = plan.seen(operand, plan.levels[index])
+    kind = plan.seen(operand, index)
     dtype = held(plan, operand, kind)
     if decision.inner is not None or decision.function is not None or dtype is None:
         return env.read_as(operand, dtype)
@@ -297,7 +297,8 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
-    if node.name == "sub" and decision.rule is Rule.FLOAT32 and env.stored:
+    is_state = index in plan.exact
+    if node.name == "sub" and decision.rule is Rule.FLOAT32 and env.stored and not is_state:
         left, right = operands
         return [difference(left, right, compute=plan.settings.compute)]
     if decision.rule is Rule.COMPUTE and node.name in CONTRACTIONS:

@@ -36,7 +36,7 @@ class PlanPlace:
 
     def kind(self, index: int, operand: Operand) -> Kind:
         """Return the kind of an operand of an operation."""
-        return self.plan.seen(operand, self.plan.levels[index])
+        return self.plan.seen(operand, index)
 
     def producer(self, operand: Operand) -> int | None:
         """Return the operation of this plan that makes a value, if one does."""

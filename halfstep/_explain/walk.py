@@ -111,9 +111,7 @@ def taken(plan: Plan, index: int, position: int) -> np.dtype | None:
     operand = node.ins[position]
     if decision.site is not None and multiplies(decision.site) and position < 2:
         return _factor_dtypes(decision.site)[position]
-    held = held_dtype(
-        plan.graph.aval(operand), plan.seen(operand, plan.levels[index]), plan.settings.compute
-    )
+    held = held_dtype(plan.graph.aval(operand), plan.seen(operand, index), plan.settings.compute)
     # A rule's own function decides about operands itself, and a conversion takes its operand as it
     # is. All other operations are given their operands in the dtype that was decided.
     if held is None or decision.function is not None or node.name == "convert_element_type":

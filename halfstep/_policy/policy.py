@@ -222,7 +222,7 @@ class Policy:
                 keep.append(value)
             elif key in ("recipe", "residuals") and equals and key not in fields:
                 fields[key] = value
-            elif key.startswith(("op:", "scope:")):
+            elif key.startswith(("op:", "scope:", "loop:")):
                 rules.append(part)
             elif key.startswith("store:"):
                 stores.append(part)
@@ -234,7 +234,7 @@ class Policy:
                     f"{part.strip()!r} in the policy {text!r} {problem}; write parts such as "
                     "'p=f32' (params), 'c=bf16' (compute), 'o=f32' (output), 'keep=state', "
                     "'op:tanh=compute', 'scope:head=float32', 'accumulate=f32', 'recipe=f8', "
-                    "'residuals=e4m3', 'store:op:dot_general=e4m3'."
+                    "'residuals=e4m3', 'store:op:dot_general=e4m3', 'loop:step=state'."
                 )
         fields.setdefault("param", "f32")
         fields.setdefault("compute", fields["param"])

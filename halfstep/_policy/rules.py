@@ -11,8 +11,12 @@ import jax
 from halfstep._base import check_fields, checked, compile_rule
 from halfstep._policy.recipe import RECIPES, Recipe, RecipeName, as_recipe
 
-Outcome = OneOf["compute", "float32", "widest", "follow", "as_traced", "accumulate"]
+Outcome = OneOf[
+    "compute", "float32", "widest", "follow", "as_traced", "accumulate", "state", "activation"
+]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
+READINGS = ("state", "activation")
+"""The outcomes that are about the carries of a loop."""
 PrecisionFunction = Callable[..., Any]
 """`(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)`."""
 
@@ -30,6 +34,7 @@ class Operation:
         params: The parameters of the primitive.
         ins: Shapes and dtypes of the operands, as the function was written.
         outs: Shapes and dtypes of the results.
+        function: The name of the function that a loop runs in each iteration; empty for others.
 
     Example:
         ```python
@@ -50,6 +55,7 @@ class Operation:
     params: Mapping[str, Any]
     ins: tuple[jax.ShapeDtypeStruct, ...]
     outs: tuple[jax.ShapeDtypeStruct, ...]
+    function: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +68,16 @@ class PrecisionRule:
             the table of operations), `"accumulate"` (a contraction of operands in the compute dtype
             whose result stays float32; other operations are not affected), a recipe or its name
             (`"mxfp8"`: products of weights are computed with this recipe and not with the policy's;
-            other operations are not affected), or a function
+            other operations are not affected), `"state"` or `"activation"` (loops only: whether
+            their carries stay float32, or follow what the body makes of them), or a function
             `(compute_dtype, original_dtypes, *operands, **params) -> (operands, params)` that
             returns the operands and parameters to run the operation with.
         op: Which primitives, by name; `*` and `?` may be used. `None` means all.
         scope: Which `jax.named_scope`s, in the grammar of path rules: `"decoder/head"` and all
             below it, `"**/attention"`. `None` means all.
         where: A function of an `Operation` that returns whether the rule applies to it.
+        loop: Which loops, by the name of the function that they run in each iteration; `*` and `?`
+            may be used. `None` means all operations, loops or not.
 
     Example:
         ```python
@@ -95,6 +104,7 @@ class PrecisionRule:
     op: str | None = None
     scope: str | None = None
     where: Callable[[Operation], bool] | None = None
+    loop: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -102,39 +112,50 @@ class PrecisionRule:
         if isinstance(self.outcome, Recipe) and RECIPES.get(self.outcome.name) == self.outcome:
             # One form for each rule, so that a rule that is read back compares equal.
             object.__setattr__(self, "outcome", self.outcome.name)
-        if self.op is None and self.scope is None and self.where is None:
+        if self.op is self.scope is self.where is self.loop is None:
             raise ValueError(
-                f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope= or "
-                "where=."
+                f"a rule says what it is for; got {self.outcome!r} alone. Give op=, scope=, loop= "
+                "or where=."
+            )
+        if self.op is not None and (self.loop is not None or self.is_reading):
+            raise ValueError(
+                f"a rule for loops has no op=; got op={self.op!r} with "
+                f"{'outcome ' + repr(self.outcome) if self.loop is None else f'loop={self.loop!r}'}"
+                ". Name the loop by its function, loop='step', or by its scope."
             )
         check_place(self.op, self.scope)
+        check_place(self.loop, None)
 
     @staticmethod
     @checked
     def parse(text: str) -> "PrecisionRule":
-        """Read `"op:tanh=compute"`, `"op:dot_general@head=accumulate"` or `"scope:head=mxfp8"`.
+        """Read `"op:tanh=compute"`, `"op:dot_general@head=accumulate"` or `"loop:step=state"`.
 
         Raises:
             ValueError: If the text is not a rule.
         """
         found = re.fullmatch(
-            r"(?:op:(?P<op>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+))=(?P<outcome>.+)",
+            r"(?:(?P<kind>op|loop):(?P<name>[^@=]+)(?:@(?P<inside>[^=]+))?|scope:(?P<scope>[^=]+))"
+            r"=(?P<outcome>.+)",
             text.strip(),
         )
         if not found:
             raise ValueError(
-                "a rule is a text such as 'op:tanh=compute', 'scope:decoder/head=float32' or "
-                f"'op:dot_general@decoder/head=accumulate'; got {text!r}."
+                "a rule is a text such as 'op:tanh=compute', 'scope:decoder/head=float32', "
+                "'loop:step=state' or 'op:dot_general@decoder/head=accumulate'; got "
+                f"{text!r}."
             )
         outcome: Any = _check_outcome(found["outcome"].strip())
-        return PrecisionRule(outcome, op=found["op"], scope=found["scope"] or found["inside"])
+        scope = found["scope"] or found["inside"]
+        if found["kind"] == "loop":
+            return PrecisionRule(outcome, scope=scope, loop=found["name"])
+        return PrecisionRule(outcome, op=found["name"], scope=scope)
 
     def __str__(self) -> str:
-        place = f"op:{self.op}" if self.op else f"scope:{self.scope}"
-        if self.op and self.scope:
-            place += f"@{self.scope}"
-        elif self.op is None and self.scope is None:
-            place = "op:*"
+        place = f"op:{self.op or '*'}" if self.loop is None else f"loop:{self.loop}"
+        if self.scope is not None:
+            is_alone = self.op is self.loop is None
+            place = f"scope:{self.scope}" if is_alone else f"{place}@{self.scope}"
         if self.where is not None:
             place += f" where {_name(self.where)}"
         return f"{place}={_told(self.outcome)}"
@@ -149,8 +170,17 @@ class PrecisionRule:
         """The recipe that the rule gives to products, if it gives one."""
         return as_recipe(self.outcome) if _is_recipe(self.outcome) else None
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the rule says how the carries of loops are read."""
+        return self.outcome in READINGS
+
     def matches(self, operation: Operation) -> bool:
         """Return whether the rule applies to an operation."""
+        if self.loop is not None and not (
+            operation.function and fnmatch.fnmatchcase(operation.function, self.loop)
+        ):
+            return False
         if not is_at(operation, self.op, self.scope):
             return False
         return self.where is None or bool(self.where(operation))

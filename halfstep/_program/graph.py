@@ -72,6 +72,13 @@ class Node:
         """The functions that the operation holds, and how it calls them; `None` for most."""
         return structure_of(self.name, self.params)
 
+    # Also read once: a loop's body is looked into by its own plan and by those of the loops around.
+    @functools.cached_property
+    def graphs(self) -> tuple["Graph", ...]:
+        """The functions that the operation holds, flattened."""
+        calls = () if self.structure is None else self.structure.inner()
+        return tuple(graph_of(call.function, self.scope) for call in calls)
+
     def structured(self, *kinds: type[_S]) -> _S:
         """Return the structure of an operation that is known to be of one of the given kinds."""
         if not isinstance(self.structure, kinds):

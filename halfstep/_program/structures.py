@@ -75,6 +75,11 @@ class Scan(Structure):
     reverse: bool
     options: Mapping[str, Any]
 
+    @property
+    def name(self) -> str:
+        """The name of the function that runs in each iteration."""
+        return self.body.jaxpr.debug_info.func_name
+
     def inner(self) -> tuple[Inner, ...]:
         """Return the body."""
         count, first = len(self.body.jaxpr.invars), self.consts + self.carries
@@ -115,6 +120,11 @@ class While(Structure):
     """The number of operands that only the test sees; they come first."""
     body_consts: int
     """The number of operands that only the body sees; the carries follow."""
+
+    @property
+    def name(self) -> str:
+        """The name of the function that runs in each iteration."""
+        return self.body.jaxpr.debug_info.func_name
 
     def inner(self) -> tuple[Inner, ...]:
         """Return the test and the body."""

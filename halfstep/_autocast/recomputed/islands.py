@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.plans import Plan, held_dtype
+from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, Rule
 from halfstep._program import Constant, size
 
@@ -164,7 +164,7 @@ def _is_wide(plan: Plan, index: int) -> bool:
     # stays as it is: rounding its inputs would lose digits that never had to fit into 16 bits.
     level = plan.levels[index]
     return level > 0 or any(
-        plan.seen(operand, level) in (Kind.STORED, Kind.LOW, Kind.WIDE)
+        plan.seen(operand, index) in (Kind.STORED, Kind.LOW, Kind.WIDE)
         and _depends_on_low(plan, operand)
         for operand in plan.graph.nodes[index].ins
     )
@@ -313,7 +313,7 @@ def _island(
     copied: set[int],
     later: set[int],
 ) -> Island:
-    graph, level, compute = plan.graph, plan.levels[group[0]], plan.settings.compute
+    graph, compute = plan.graph, plan.settings.compute
     made = {number for index in group for number in graph.nodes[index].outs}
     group = tuple(sorted({*group, *copied}))
     chosen = set(group)
@@ -321,9 +321,9 @@ def _island(
     for index in group:
         for operand in graph.nodes[index].ins:
             if not isinstance(operand, Constant) and plan.maker(operand) not in chosen:
-                reads[operand] = held_dtype(
-                    graph.avals[operand], plan.seen(operand, level), compute
-                )
+                dtype = held_dtype(graph.avals[operand], plan.seen(operand, index), compute)
+                # State is read in float32, also if other operations read it rounded.
+                reads[operand] = FLOAT32 if FLOAT32 in (dtype, reads.get(operand)) else dtype
     outputs = outputs_of(plan, made, chosen, out_kinds)
     return Island(group, tuple(reads.items()), outputs, not later.intersection(group))
 
@@ -356,7 +356,7 @@ def outputs_of(
 def taken(plan: Plan, number: int, index: int) -> np.dtype | None:
     """Return the dtype in which an operation wants a value that comes out of an island."""
     decision, compute = plan.decisions[index], plan.settings.compute
-    kind = plan.seen(number, plan.levels[index])
+    kind = plan.seen(number, index)
     if decision.rule is Rule.COMPUTE:
         # The value is rounded before it leaves, so that its cotangent comes back narrow, too.
         kind = Kind.LOW

@@ -24,7 +24,7 @@ import numpy as np
 from jax.ref import AbstractRef
 
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.plans import Plan, held_dtype, seen_kind
+from halfstep._autocast.plans import Plan, held_dtype
 from halfstep._autocast.recomputed.islands import outputs_of
 from halfstep._autocast.recomputed.recompute import Surroundings
 from halfstep._program import Constant, CustomJvp, size
@@ -182,7 +182,7 @@ def _held_bytes(plan: Plan, number: int) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    held = held_dtype(aval, seen_kind(plan, number, len(plan.levels)), plan.settings.compute)
+    held = held_dtype(aval, plan.out_kind(number), plan.settings.compute)
     return size(aval) * (dtype if held is None else held).itemsize
 
 
@@ -195,7 +195,7 @@ def _segment(
     for index in nodes:
         for operand in graph.nodes[index].ins:
             if not isinstance(operand, Constant) and operand not in made:
-                seen[operand].add(plan.seen(operand, plan.levels[index]))
+                seen[operand].add(plan.seen(operand, index))
     # A value is rounded before it comes in if no reader wants more, because inputs are kept as they
     # are.
     reads = {

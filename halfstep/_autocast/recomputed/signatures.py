@@ -87,12 +87,12 @@ class Signatures:
 
     def _parts(self, index: int) -> Hashable:
         plan = self._plan
-        node, level = plan.graph.nodes[index], plan.levels[index]
+        node = plan.graph.nodes[index]
         return (
             node.primitive,
             tuple(node.params),
             _keys(node.params.values()),
-            tuple(_operand(plan, operand, level) for operand in node.ins),
+            tuple(_operand(plan, operand, index) for operand in node.ins),
             tuple(plan.graph.avals[number] for number in node.outs),
             _keys(_decided(plan.decisions[index])),
             _key(node.source.traceback),
@@ -114,8 +114,8 @@ def _common(ours: NameStack, theirs: NameStack, most: int) -> int:
     return next((n for n in range(most) if ours[n : n + 1] != theirs[n : n + 1]), most)
 
 
-def _operand(plan: Plan, operand: Operand, level: int) -> tuple[Hashable, ...]:
-    kind = plan.seen(operand, level)
+def _operand(plan: Plan, operand: Operand, index: int) -> tuple[Hashable, ...]:
+    kind = plan.seen(operand, index)
     if not isinstance(operand, Constant):
         return kind, plan.kinds[operand], plan.roundings[operand], plan.graph.avals[operand]
     value = np.asarray(operand.value)

@@ -71,7 +71,7 @@ class Place:
     def aval(self, number: int) -> Any:
         """Return the type of one of its results, as it is kept."""
         aval = self.plan.graph.avals[number]
-        kind = self.plan.seen(number, len(self.plan.levels))
+        kind = self.plan.out_kind(number)
         dtype = held_dtype(aval, kind, self.plan.settings.compute)
         return aval if dtype is None else aval.update(dtype=dtype)
 
