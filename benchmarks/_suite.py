@@ -95,6 +95,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("wrong_arguments"),
             Benchmark("saving", ("--gigabytes", "0.1", "--rounds", "1")),
             Benchmark("fuzz_programs", ("--count", "10")),
+            Benchmark("loop_state"),
             Benchmark("soak", ("--minutes", "0.5")),
             Benchmark("coverage", ()),
         ),
