@@ -1,6 +1,7 @@
 """Carries of loops are state, in float32, or activations: facts of the traced program."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -246,6 +247,21 @@ EXAMPLES: Mapping[str, Example] = {
         length=200,
         xs=lambda p, d: jnp.concatenate([p["stack"][:100], p["stack"][100:]]),
     ),
+    "residual stream, dropped layers": example(
+        lambda p, h, w: lax.cond(w[0, 0] > 0, lambda: residual(p, h, w), lambda: h),
+        ACTIVATION,
+        length=200,
+        xs=stacked,
+    ),
+    "residual stream, jit": example(
+        lambda p, h, w: jax.jit(functools.partial(residual, p))(h, w),
+        ACTIVATION,
+        length=200,
+        xs=stacked,
+    ),
+    "residual stream, custom_jvp": example(
+        lambda p, h, w: h + jax.nn.relu(doubled(h) @ w), ACTIVATION, length=200, xs=stacked
+    ),
     "transformer": example(transformer, ACTIVATION, length=200, xs=stacked),
     "residual stream and a sum": example(
         lambda p, c, w: (residual(p, c[0], w), c[1] + jnp.mean(c[0] @ w)),
@@ -405,6 +421,21 @@ def test_nested_loops_are_counted_together(transform: str):
     found = readings(TRANSFORMS[transform](one), *one.given())
     assert len(found) == 2
     assert read(found, one.expected), found
+
+
+def test_a_loop_that_begins_anew_is_counted_alone():
+    """The outer loop does not hand its carry on: errors of 100 iterations add up, not of 800."""
+
+    def func(params: Any, data: Any) -> Any:
+        def begun(inputs: Any) -> Any:
+            init = inputs[0] @ params["w"]
+            return lax.scan(lambda h, u: (leaky(params, h, u), None), init, inputs)[0]
+
+        inputs = products(params, data).reshape(8, 100, 2, D)
+        return lax.scan(lambda _, inputs: (0, begun(inputs)), 0, inputs)[1]
+
+    one = example(leaky, ACTIVATION, length=800)
+    assert readings(cast(func), *one.given()) == [[], [ACTIVATION]]
 
 
 def looped(one: Example) -> Callable[..., Any]:
