@@ -22,12 +22,19 @@ FAST = {
     ("average, leaky RNN, 2048", "scan", "bf16"),
     ("sum, two terms", "unrolled", "bf16"),
     ("sum, where of a sum", "checkpointed loop", "f16"),
-    ("sum, at add", "fori_loop", "bf16"),
+    ("sum, at add", "scan", "bf16"),
+    ("sum, reshape", "fori_loop", "bf16"),
+    ("sum, minus a minus", "while_loop", "f16"),
     ("sum, cond", "nested", "bf16"),
     ("sum, product in the body", "checkpointed step", "bf16"),
-    ("sum, running mean", "nested, checkpointed", "bf16"),
+    ("sum, decay", "nested, checkpointed", "bf16"),
     ("sum, online softmax", "vmapped", "bf16"),
     ("statistic, cumulative product", "vmapped, checkpointed step", "f16"),
+    ("statistic, Welford", "scan", "bf16"),
+    ("attention, 128 blocks", "scan", "bf16"),
+    ("gated DeltaNet", "scan", "bf16"),
+    ("GRU", "scan", "f16"),
+    ("Adam, one batch", "scan", "bf16"),
 }
 
 

@@ -315,6 +315,39 @@ def readings(func: Callable[..., Any], *args: Any) -> list[list[str]]:
     return [floating_carries(one) for one in (found[0], *inside)]
 
 
+def narrowed(jaxpr: Any, ins: set[int], outs: set[int]) -> list[str]:
+    """Operations between some inputs and some outputs of a function that return 16 bits.
+
+    A carry in float32 is no more exact than what its body makes of it on the way.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    reached = {id(jaxpr.invars[number]) for number in ins}
+    needed = {id(jaxpr.outvars[number]) for number in outs}
+    for equation in jaxpr.eqns:
+        if any(id(value) in reached for value in equation.invars):
+            reached |= {id(out) for out in equation.outvars}
+    for equation in reversed(jaxpr.eqns):
+        if any(id(out) in needed for out in equation.outvars):
+            needed |= {id(value) for value in equation.invars}
+    found: list[str] = []
+    for equation in jaxpr.eqns:
+        between = [number for number, out in enumerate(equation.outvars) if id(out) in needed]
+        if not between or not any(id(value) in reached for value in equation.invars):
+            continue
+        dtypes = {str(equation.outvars[number].aval.dtype) for number in between}
+        found += [equation.primitive.name] if dtypes & {"bfloat16", "float16"} else []
+        structure = structure_of(equation.primitive.name, equation.params)
+        for inner in structure.inner() if structure else ():
+            given = {
+                number
+                for number, operand in enumerate(inner.operands or ())
+                if id(equation.invars[operand]) in reached
+            }
+            if not inner.is_test:
+                found += narrowed(inner.function, given, set(between))
+    return found
+
+
 def read(found: list[list[str]], expected: tuple[str, ...]) -> bool:
     """Whether all loops carry this; carries of tangents come after those of values."""
     return all(tuple(carries[: len(expected)]) == expected for carries in found)
@@ -336,6 +369,39 @@ def test_state_without_islands(name: str):
     one = EXAMPLES[name]
     found = readings(halfstep.autocast(one.run(), "bf16", islands=False), *one.given())
     assert read(found, one.expected), found
+
+
+def online_softmax(p: Any, carry: Any, u: Any) -> Any:
+    top, weights, total = carry
+    s = u @ p["w"]
+    new = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
+    decay, weight = jnp.exp(top - new), jnp.exp(s - new)
+    weights = weights * decay + jnp.sum(weight, -1, keepdims=True)
+    return new, weights, total * decay + weight @ p["w"]
+
+
+WITHOUT_PRODUCTS: Mapping[str, Example] = {
+    **{name: EXAMPLES[name] for name in ALWAYS},
+    "online softmax": example(
+        online_softmax,
+        *(STATE, STATE, STATE),
+        init=lambda p, d: (a_product(p, d)[:, :1], a_product(p, d)[:, :1], a_product(p, d)),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("name", WITHOUT_PRODUCTS)
+def test_nothing_on_the_way_to_itself_is_narrow(name: str, wrap: Callable[..., Any]):
+    one = WITHOUT_PRODUCTS[name]
+    traced = jax.make_jaxpr(halfstep.autocast(one.run(wrap), "bf16"))(*one.given())
+    (loop,) = [found for found in traced.jaxpr.eqns if found.primitive.name == "scan"]
+    scan = structure_of("scan", loop.params)
+    assert isinstance(scan, Scan)
+    assert scan.carries == len(one.expected)
+    for number, expected in enumerate(one.expected):
+        assert str(loop.outvars[number].aval.dtype) == expected
+        assert narrowed(scan.body, {scan.consts + number}, {number}) == []
 
 
 Transform = Callable[[Example], Callable[..., Any]]
