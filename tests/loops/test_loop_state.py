@@ -33,7 +33,7 @@ FAST = {
     ("statistic, Welford", "scan", "bf16"),
     ("attention, 128 blocks", "scan", "bf16"),
     ("gated DeltaNet", "scan", "bf16"),
-    ("GRU", "scan", "f16"),
+    ("GRU", "scan", "bf16"),
     ("Adam, one batch", "scan", "bf16"),
 }
 
