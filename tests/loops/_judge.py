@@ -19,7 +19,10 @@ FLOORS: Mapping[str, float] = MappingProxyType({"bf16": 2e-3, "f16": 3e-4})
 """Errors that are allowed whatever the expert's are: about one rounding of a result."""
 TIMES = 4.0
 """As many of the expert's errors are allowed."""
-LOSS_SCALE: Mapping[str, float] = MappingProxyType({"bf16": 1.0, "f16": 256.0})
+LOSS_SCALES: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {"bf16": (1.0,), "f16": (256.0, 16.0, 1.0)}
+)
+"""The first at which the expert's gradients are finite is that of a row."""
 
 COMPARED = ("state", "outputs", "gradient", "tangent")
 
@@ -69,8 +72,7 @@ def judge(row: str, spelling: str, policy: str) -> Verdict:
         return program.run(Products(), params, data, spelling)
 
     forward = is_forward(spelling)
-    exact, by_hand = oracle(row, forward), expert(row, policy, forward)
-    scale = LOSS_SCALE[policy]
+    exact, (by_hand, scale) = oracle(row, forward), expert(row, policy, forward)
     found = evaluated(program, halfstep.autocast(ours, policy), forward=forward, scale=scale)
     compared = [what for what in COMPARED if found.get(what)]
     return Verdict(
@@ -112,14 +114,19 @@ def oracle(row: str, forward: bool) -> Found:
 
 
 @functools.cache
-def expert(row: str, policy: str, forward: bool) -> Found:
-    """Evaluate as cast by hand."""
+def expert(row: str, policy: str, forward: bool) -> tuple[Found, float]:
+    """Evaluate as cast by hand; also return the loss scale."""
     program, products = program_of(row), ByHand(halfstep.FORMATS[policy].dtype)
 
     def by_hand(params: Arrays, data: Arrays) -> Any:
         return program.run(products, params, data, "scan")
 
-    return evaluated(program, by_hand, forward=forward, scale=LOSS_SCALE[policy])
+    made, scale = {}, 1.0
+    for scale in LOSS_SCALES[policy]:
+        made = evaluated(program, by_hand, forward=forward, scale=scale)
+        if all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made)):
+            break
+    return made, scale
 
 
 def evaluated(
