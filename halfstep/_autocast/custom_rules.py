@@ -18,16 +18,15 @@ from jax.typing import ArrayLike
 
 from halfstep._autocast.kinds import Kind, is_subject
 from halfstep._autocast.nested import Call, Planner, inner_decision, with_own_rules
-from halfstep._autocast.plans import Decision, Settings, out_kinds
-from halfstep._autocast.state import StateInside
+from halfstep._autocast.plans import Around, Decision, Settings, out_kinds
 from halfstep._program import CustomJvp, CustomVjp, CustomVmap, Node, graph_of
 
 
 def _plan_custom(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
     custom = node.structured(CustomJvp, CustomVjp, CustomVmap)
-    (graph,), (path,) = node.graphs, state.paths(node)
+    (graph,), (path,) = node.graphs, around.paths(node)
     inner = plan(graph, kinds, with_own_rules(settings), path=path)
     # An activation such as `jax.nn.relu` is a custom_jvp and may be part of an island. A custom_vjp
     # may be a kernel, such as flash attention, which is expensive to recompute.

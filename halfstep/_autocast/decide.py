@@ -15,9 +15,9 @@ from halfstep._autocast.f8.eligible import NO_RECIPE, site_of
 from halfstep._autocast.kinds import Kind, is_subject, join
 from halfstep._autocast.nested import Planner
 from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
-from halfstep._autocast.plans import FLOAT32, Decision, Settings, held_dtype
+from halfstep._autocast.plans import FLOAT32, Around, Decision, Settings, held_dtype
 from halfstep._autocast.primitives import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
-from halfstep._autocast.state import Carry, StateInside, StatePath, carries_of
+from halfstep._autocast.state import Carry, StatePath, carries_of
 from halfstep._base import jaxprs_in
 from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
 from halfstep._program import Graph, Node, Operand, Scan, While, is_scalar_literal, size
@@ -37,7 +37,7 @@ def decide(
     kinds: Sequence[Kind],
     settings: Settings,
     plan: Planner,
-    state: StateInside,
+    around: Around,
 ) -> Decision:
     """Decide how an operation runs, given the kinds of its operands."""
     chosen = _chosen(node, graph, settings)
@@ -50,8 +50,8 @@ def decide(
         given, chosen = chosen, None
     outcome = _outcome(node, chosen)
     if holds and outcome is None:
-        made = _PLANNERS[node.name](node, kinds, settings, plan, state)
-        return dataclasses.replace(made, carries=state.carries)
+        made = _PLANNERS[node.name](node, kinds, settings, plan, around)
+        return dataclasses.replace(made, carries=around.carries)
     compute = settings.compute
     known = holds or node.name in TABLE
     by = "" if outcome is None or chosen is None else str(chosen)
@@ -66,7 +66,7 @@ def decide(
         made = _contraction(node, graph, kinds, settings, rule, make, by, given)
         # Also a rule whose recipe does not apply has matched something.
         return made if given is None else dataclasses.replace(made, recipe_by=str(given))
-    if rule is Rule.WIDEST and state.is_feeding and outcome is None:
+    if rule is Rule.WIDEST and around.is_feeding and outcome is None:
         rule = Rule.FLOAT32
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)

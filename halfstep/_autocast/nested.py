@@ -15,7 +15,9 @@ from jaxtyping import PyTree
 from halfstep._autocast.kinds import Kind, carried, join
 from halfstep._autocast.plans import (
     FLOAT32,
+    Around,
     Decision,
+    Passed,
     Plan,
     Settings,
     held_dtype,
@@ -24,10 +26,12 @@ from halfstep._autocast.plans import (
 )
 from halfstep._autocast.primitives import Rule
 from halfstep._autocast.saved.stores import Saves, only_stores
-from halfstep._autocast.state import StateInside
+from halfstep._autocast.state import StatePath
 from halfstep._base import cast
 from halfstep._program import (
     Cond,
+    Constant,
+    Graph,
     Inside,
     Jit,
     Node,
@@ -70,7 +74,7 @@ def with_own_rules(settings: Settings) -> Settings:
     """Return settings for functions that have their own derivative or batching rules."""
     # JAX never differentiates a function that has its own derivative rules, and those rules choose
     # the residuals: islands would have nothing to save.
-    settings = without_state(without_islands(settings))
+    settings = dataclasses.replace(without_state(without_islands(settings)), rounds=False)
     if settings.saves is None or not settings.saves.is_own:
         return settings
     # Autocast puts `jax.checkpoint` only around functions that JAX differentiates.
@@ -89,10 +93,10 @@ def without_state(settings: Settings) -> Settings:
 
 
 def _plan_scan(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
     loop = node.structured(Scan)
-    (inner,), (path,) = node.graphs, state.paths(node)
+    (inner,), (path,) = node.graphs, around.paths(node)
     settings = dataclasses.replace(settings, is_recomputed=False)
     first, carries = loop.consts, loop.carries
     # A carry has one dtype in all iterations. This dtype depends on what the body makes of the
@@ -100,7 +104,7 @@ def _plan_scan(
     # carries leave it as they entered it. `carried` only ever widens a kind, and there are few
     # kinds: this ends after as many rounds as a carry has kinds to pass through, most often two.
     current = list(kinds)
-    for carry in state.carries:
+    for carry in around.carries:
         if carry.is_state:
             current[first + carry.number] = join((Kind.WIDE, current[first + carry.number]))
     while True:
@@ -119,13 +123,13 @@ def _plan_scan(
 
 
 def _plan_while(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
     loop = node.structured(While)
-    (condition, body), (_, path) = node.graphs, state.paths(node)
+    (condition, body), (_, path) = node.graphs, around.paths(node)
     settings = without_state(settings)
     of_condition, of_body, carry = map(list, loop.split(kinds))
-    for found in state.carries:
+    for found in around.carries:
         if found.is_state:
             carry[found.number] = join((Kind.WIDE, carry[found.number]))
     while True:
@@ -141,11 +145,11 @@ def _plan_while(
 
 
 def _plan_cond(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
     branches = [
         plan(branch, kinds[1:], settings, path=path)
-        for branch, path in zip(node.graphs, state.paths(node), strict=True)
+        for branch, path in zip(node.graphs, around.paths(node), strict=True)
     ]
     # Which branch runs is known only on the device, and all branches return the same dtypes.
     outs = [join(kinds) for kinds in zip(*map(out_kinds, branches), strict=True)]
@@ -156,7 +160,7 @@ def _plan_cond(
 
 
 def _plan_remat(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
     # Nothing is stored inside a function that the user recomputes, so islands would save nothing
     # and be recomputed twice. A few are worth it for another reason: see `islands.is_worth_twice`.
@@ -165,9 +169,56 @@ def _plan_remat(
     settings = dataclasses.replace(without_islands(settings), is_recomputed=is_recomputed)
     if settings.residuals is not None or settings.saves is not None:
         settings = dataclasses.replace(settings, residuals=None, saves=_saves(remat, settings))
-    (graph,), (path,) = node.graphs, state.paths(node)
-    inner = plan(graph, kinds, settings, path=path)
-    return inner_decision(out_kinds(inner), inner)
+    (graph,), (path,) = node.graphs, around.paths(node)
+    entering = around.entering
+    inner = _planned(plan, graph, settings, path, entering)
+    # An operand that the inside reads in the compute dtype only is rounded before it is stored.
+    lowered = _read_low(inner, node)
+    if lowered:
+        entering = tuple(
+            value._replace(kind=Kind.LOW) if operand in lowered else value
+            for operand, value in zip(node.ins, entering, strict=True)
+        )
+        inner = _planned(plan, graph, settings, path, entering)
+    decision = inner_decision([value.kind for value in inner.results], inner)
+    return dataclasses.replace(decision, passed=_relative(entering))
+
+
+def _planned(
+    plan: Planner, graph: Graph, settings: Settings, path: StatePath, entering: Sequence[Passed]
+) -> Plan:
+    kinds = [value.kind for value in entering]
+    return plan(graph, kinds, settings, path=path, entering=entering)
+
+
+def _read_low(inner: Plan, node: Node) -> set[int]:
+    """Return the wide operands that all operations inside read rounded."""
+    graph = inner.graph
+    wide = {
+        operand
+        for operand, number in zip(node.ins, graph.inputs, strict=True)
+        if not isinstance(operand, Constant) and inner.kinds[number] is Kind.WIDE
+    }
+    for operand, number in zip(node.ins, graph.inputs, strict=True):
+        readers = (inner.seen(number, user) for user in graph.users[number])
+        if number in graph.returned or any(kind is not Kind.LOW for kind in readers):
+            wide -= {operand}
+    return wide
+
+
+def _relative(entering: Sequence[Passed]) -> tuple[Passed, ...]:
+    """Return what is known of operands without what depends on where in the function they are.
+
+    Layers that differ only in this share one function. Of values that are not made of anything in
+    the compute dtype, such as parameters, nothing is rounded, so their depths do not matter.
+    """
+    least = min((value.made for value in entering if value.from_low), default=0)
+    return tuple(
+        value._replace(made=value.made - least, after=value.after - least)
+        if value.from_low
+        else value._replace(made=0, after=0)
+        for value in entering
+    )
 
 
 def _saves(remat: Remat, settings: Settings) -> Saves | None:
@@ -192,17 +243,17 @@ def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any
 
 
 def _plan_call(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
-    (graph,), (path,) = node.graphs, state.paths(node)
+    (graph,), (path,) = node.graphs, around.paths(node)
     inner = plan(graph, kinds, settings, path=path)
     return inner_decision(out_kinds(inner), inner)
 
 
 def _plan_shard_map(
-    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, state: StateInside
+    node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
-    return _plan_call(node, kinds, without_state(settings), plan, state)
+    return _plan_call(node, kinds, without_state(settings), plan, around)
 
 
 RECOMPUTED = Remat.names

@@ -5,18 +5,26 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-import jax.numpy as jnp
 import numpy as np
 from jax.ref import AbstractRef
 
 from halfstep._autocast.decide import decide, operation_of, read_carries
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.matching import RuleMatches, lines_of
-from halfstep._autocast.plans import Decision, Draft, Plan, Settings, held_dtype, seen_kind
+from halfstep._autocast.plans import (
+    Around,
+    Decision,
+    Draft,
+    Passed,
+    Plan,
+    Settings,
+    held_dtype,
+    largest,
+    seen_kind,
+)
 from halfstep._autocast.primitives import COLLECTIVES, PASSING
 from halfstep._autocast.state import (
     NO_STATE,
-    StateInside,
     StatePath,
     contracts,
     exact_operands,
@@ -25,7 +33,17 @@ from halfstep._autocast.state import (
     state_nodes,
 )
 from halfstep._policy import StoreRule
-from halfstep._program import Constant, CustomJvp, Finder, Graph, Node, Operand, is_traced, size
+from halfstep._program import (
+    Constant,
+    CustomJvp,
+    Finder,
+    Graph,
+    Node,
+    Operand,
+    Remat,
+    is_traced,
+    size,
+)
 
 LARGEST = float(np.finfo(np.float16).max)
 
@@ -37,6 +55,7 @@ def plan(
     *,
     tangents: Collection[int] = (),
     path: StatePath = NO_STATE,
+    entering: Sequence[Passed] = (),
 ) -> Plan:
     """Decide how every operation of a graph runs, given the kinds of its inputs.
 
@@ -49,6 +68,7 @@ def plan(
             recipe applies to values that are made of them.
         path: Where the state of a loop around the function enters and leaves it, and which of its
             inputs are weights. State is never rounded.
+        entering: What is known of the inputs, if the operations count as those of the caller.
     """
     state = Draft(graph, settings)
     paths = state_nodes(graph, path)
@@ -61,6 +81,8 @@ def plan(
         state.weights[number] = kind.is_weight
     for position in path.weights:
         state.weights[graph.inputs[position]] = True
+    for number, value in zip(graph.inputs, entering, strict=False):
+        state.enter(number, value)
     for number, value in graph.constants:
         if is_subject(graph.avals[number], settings.compute):
             # A value that a function closes over may belong to an outer trace: nothing is known
@@ -72,32 +94,25 @@ def plan(
     # The finder looks for the folders of libraries, and keeps what it has found.
     finder = Finder() if numbered or any(rule.line is not None for rule in rules) else None
     targets = RuleMatches(graph, finder).numbered(numbered) if finder and numbered else {}
-    decisions = []
+    decisions: list[Decision] = []
     # Effects keep their order: each comes after the one before it, as if it took that one's result.
     after_effects = 0
     for index, node in enumerate(graph.nodes):
         values = [operand for operand in node.ins if not isinstance(operand, Constant)]
         # The level of an operation is the number of barriers on the longest path to it. An island
-        # never crosses a barrier, so it is made of operations of one level.
-        level = max((state.after[value] for value in values), default=0)
+        # never crosses a barrier, so it is made of operations of one level. The depth is the same
+        # without the barriers that a `jax.checkpoint` of the user's is: see `Passed`.
+        level = max((state.passed[value] for value in values), default=0)
+        depth = max((state.after[value] for value in values), default=0)
         if node.effects:
-            level = max(level, after_effects)
+            level, depth = max(level, after_effects), max(depth, after_effects)
         state.levels.append(level)
-        around = paths.get(index, NO_STATE)
-        holds = node.structure is not None and not node.structure.is_opaque
-        kinds = [seen_kind(state, operand, index) for operand in node.ins]
-        around = around._replace(
-            weights=frozenset(p for p, o in enumerate(node.ins) if _is_weight(state, o))
-        )
-        carries = read_carries(node, graph, settings, around)
-        if holds or around.outs:
-            positions = exact_operands(node, carries, around) if holds else range(len(node.ins))
-            exact = (o for p in positions if not isinstance(o := node.ins[p], Constant))
-            state.exact[index] = frozenset(exact)
+        state.depths.append(depth)
+        around = _around(state, index, paths.get(index, NO_STATE), is_feeding=index in feeding)
         kinds = [seen_kind(state, operand, index) for operand in node.ins]
         if (
             node.name == "name"
-            and not around.outs
+            and not around.path.outs
             and kinds[0] is Kind.WIDE
             and _may_be_rounded(state, node.ins[0])
         ):
@@ -106,9 +121,7 @@ def plan(
             kinds = [Kind.LOW]
         is_linear = not linear.isdisjoint(values)
         chosen = unquantized if is_linear else settings
-        decision = decide(
-            node, graph, kinds, chosen, plan, StateInside(carries, around, index in feeding)
-        )
+        decision = decide(node, graph, kinds, chosen, plan, around)
         if is_linear:
             linear.update(node.outs)
         elif settings.saves is not None and _is_one_value(node, decision):
@@ -116,22 +129,39 @@ def plan(
             decision = _with_store(decision, node, graph, kinds, settings, finder, own)
         decisions.append(decision)
         if node.effects:
-            after_effects = level + decision.barrier
-        _record(state, node, decision, level, kinds, around)
+            after_effects = max(level, depth) + decision.barrier
+        _record(state, index, decision, kinds, around.path)
     return Plan(
         graph,
         settings,
         tuple(state.kinds),
         tuple(decisions),
         tuple(state.levels),
+        tuple(state.depths),
+        tuple(state.made),
         frozenset(state.rounded),
         frozenset(state.too_large),
-        state.exact,
+        state.reads,
+        tuple(map(state.known, graph.outputs)),
     )
 
 
-def _is_weight(state: Draft, operand: Operand) -> bool:
-    return not isinstance(operand, Constant) and state.weights[operand]
+def _around(state: Draft, index: int, path: StatePath, *, is_feeding: bool) -> Around:
+    """Return what the functions inside an operation are told, and how it reads its operands."""
+    graph, node = state.graph, state.graph.nodes[index]
+    weights = (
+        p for p, o in enumerate(node.ins) if not isinstance(o, Constant) and state.weights[o]
+    )
+    path = path._replace(weights=frozenset(weights))
+    carries = read_carries(node, graph, state.settings, path)
+    if isinstance(node.structure, Remat):
+        return Around(carries, path, is_feeding, tuple(map(state.known, node.ins)))
+    exact = range(len(node.ins)) if path.outs else ()
+    if node.structure is not None and not node.structure.is_opaque:
+        exact = exact_operands(node, carries, path)
+    operands = (o for p in exact if not isinstance(o := node.ins[p], Constant))
+    state.reads[index] = {operand: state.kinds[operand] for operand in operands}
+    return Around(carries, path, is_feeding)
 
 
 def _is_one_value(node: Node, decision: Decision) -> bool:
@@ -183,14 +213,23 @@ def _with_store(
 
 
 def _record(
-    state: Draft,
-    node: Node,
-    decision: Decision,
-    level: int,
-    kinds: Sequence[Kind],
-    path: StatePath,
+    state: Draft, index: int, decision: Decision, kinds: Sequence[Kind], path: StatePath
 ) -> None:
     """Record what an operation makes, and whether readers after the next barrier see it rounded."""
+    node, level, depth = state.graph.nodes[index], state.levels[index], state.depths[index]
+    for number in node.outs:
+        state.passed[number] = level + decision.barrier
+        state.made[number], state.after[number] = depth, depth + decision.barrier
+    if isinstance(node.structure, Remat) and isinstance(decision.inner, Plan):
+        operands = zip(node.ins, decision.inner.graph.inputs, strict=True)
+        state.reads[index] = {
+            operand: decision.inner.kinds[number]
+            for operand, number in operands
+            if not isinstance(operand, Constant)
+        }
+        for number, value in zip(node.outs, decision.inner.results, strict=True):
+            state.enter(number, value)
+        return
     graph, settings = state.graph, state.settings
     values = [operand for operand in node.ins if not isinstance(operand, Constant)]
     # A collective hands on its operands: an exact loss is as exact when devices average it.
@@ -198,7 +237,7 @@ def _record(
     from_low = any(state.from_low[value] for value in values) or is_new
     # Only float16 has a smaller range than float32.
     limited = settings.compute == np.dtype(np.float16)
-    largest = _bound(node, graph, kinds, state.bounds) if limited else 0.0
+    bound = _bound(node, graph, kinds, state.bounds) if limited else 0.0
     floats = [value for value in values if is_float(graph.avals[value])]
     # A product of weights is not a weight, nor is a mask.
     are_weights = (
@@ -207,15 +246,14 @@ def _record(
     is_mask = node.name == "convert_element_type" and not floats
     # `width` is the size of the largest value since the last barrier that a value is made of. A
     # value with less than half of that size has been reduced.
-    same_level = [value for value in values if state.after[value] == level]
+    same_level = [value for value in values if state.after[value] == depth]
     width = max((state.width[value] for value in same_level), default=0)
     handed = max((size(graph.avals[value]) for value in same_level), default=0)
     for position, (number, kind) in enumerate(zip(node.outs, decision.outs, strict=True)):
         state.kinds[number] = kind
         state.weights[number] = are_weights or (kind.is_weight and not is_mask)
-        state.after[number] = level + decision.barrier
         state.from_low[number] = from_low or kind.is_low
-        state.bounds[number] = largest
+        state.bounds[number] = bound
         own = size(graph.avals[number])
         if is_new:
             state.width[number] = own
@@ -226,14 +264,14 @@ def _record(
             state.width[number] = max(own, width)
         # A value that has been reduced (a mean, a loss) is small, and stays as exact as it is.
         if (
-            settings.islands
+            settings.rounds
             and kind is Kind.WIDE
             and from_low
             and not is_new
             and position not in path.outs
             and 2 * own >= state.width[number]
         ):
-            (state.rounded if largest <= LARGEST else state.too_large).add(number)
+            (state.rounded if bound <= LARGEST else state.too_large).add(number)
 
 
 # Bounds on the magnitude of values, as far as the operations give them.
@@ -320,15 +358,8 @@ def _bound(node: Node, graph: Graph, kinds: Sequence[Kind], bounds: Sequence[flo
     ins = []
     for operand, kind in zip(node.ins, kinds, strict=True):
         if isinstance(operand, Constant):
-            ins.append(_size_of(np.asarray(operand.value)))
+            ins.append(largest(operand.value))
         else:
             # A value that is stored in float16 is at most float16's maximum.
             ins.append(min(bounds[operand], LARGEST) if kind.is_low else bounds[operand])
     return rule(ins, node, graph)
-
-
-def _size_of(value: np.ndarray) -> float:
-    """Return the largest magnitude in a constant; infinite for one without numbers (float0)."""
-    if not jnp.issubdtype(value.dtype, np.number) and value.dtype != np.dtype(bool):
-        return math.inf
-    return float(np.max(np.abs(value), initial=0))

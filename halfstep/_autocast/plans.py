@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
 
@@ -14,7 +15,7 @@ from halfstep._autocast.f8.product import Off, RecipeProduct, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast.saved.stores import Saves, Store
-from halfstep._autocast.state import Carry
+from halfstep._autocast.state import NO_STATE, Carry, StatePath, paths_inside
 from halfstep._base import Rounding
 from halfstep._policy import (
     Factor,
@@ -35,6 +36,9 @@ class Settings:
 
     compute: np.dtype
     islands: bool = True
+    rounds: bool = True
+    """Whether wide values are rounded for readers behind a contraction: not inside functions with
+    derivative rules of their own."""
     rules: tuple[PrecisionRule, ...] = ()
     accumulate: bool = False
     """Whether all contractions hand on their results in float32."""
@@ -62,6 +66,25 @@ class Settings:
     def has_segments(self) -> bool:
         """Whether rules say what is stored, and segments take the place of islands."""
         return self.saves is not None and self.saves.is_own
+
+
+class Passed(NamedTuple):
+    """A value that enters or leaves a function whose operations count as its caller's.
+
+    Where a value is rounded must not depend on whether the user recomputes a part of the function.
+    So the inside of a `jax.checkpoint` is planned as if it were written out.
+    """
+
+    kind: Kind
+    made: int
+    """The depth of the operation that makes it: how many barriers come before it at most."""
+    after: int
+    """The depth of what reads it, as far as this value decides."""
+    from_low: bool
+    width: int
+    bound: float
+    is_rounded: bool
+    is_too_large: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,8 +116,27 @@ class Decision:
     """How its results are kept for the backward pass, if a `jax.checkpoint` is to save them."""
     stored_by: str = ""
     """The user's rule that has decided how its results are kept, if one has."""
+    passed: tuple[Passed, ...] = ()
+    """What the plan inside knows of its operands, where its operations count as written out."""
     carries: tuple[Carry, ...] = ()
     """How a loop's carries are read."""
+
+
+class Around(NamedTuple):
+    """What the functions inside an operation are told of what is around it."""
+
+    carries: tuple[Carry, ...] = ()
+    """How a loop's carries are read."""
+    path: StatePath = NO_STATE
+    """Where the state of a loop around the operation enters and leaves it."""
+    is_feeding: bool = False
+    """Whether state is computed with its results, before the next contraction."""
+    entering: tuple[Passed, ...] = ()
+    """What is known of its operands, if its operations count as written out."""
+
+    def paths(self, node: Node) -> list[StatePath]:
+        """Return where state enters and leaves each function inside the operation."""
+        return [path for path, _ in paths_inside(node, self.carries, self.path)]
 
 
 class Draft:
@@ -106,6 +148,10 @@ class Draft:
         self.kinds: list[Kind] = [Kind.OTHER] * count
         self.after: list[int] = [0] * count
         """The largest number of barriers that lie before each value."""
+        self.made: list[int] = [0] * count
+        """The depth of the operation that makes each value."""
+        self.passed: list[int] = [0] * count
+        """The largest number of barriers before each value, where calls are barriers, too."""
         self.from_low: list[bool] = [False] * count
         """Whether each value is made of anything in the compute dtype."""
         self.width: list[int] = [size(aval) for aval in graph.avals]
@@ -113,12 +159,38 @@ class Draft:
         self.bounds: list[float] = [math.inf] * count
         """The largest magnitude that each value can have."""
         self.levels: list[int] = []
+        self.depths: list[int] = []
         self.rounded: set[int] = set()
         self.too_large: set[int] = set()
         self.weights: list[bool] = [False] * count
         """Whether each value is made of parameters and constants alone, without a product."""
-        self.exact: dict[int, frozenset[int]] = {}
-        """The values that an operation reads as they were made, because state is made of them."""
+        self.reads: dict[int, dict[int, Kind]] = {}
+        """The kinds in which operations read values, where it is not for their depth to say."""
+
+    def enter(self, number: int, value: Passed) -> None:
+        """Say what is known of a value that another plan has made."""
+        self.kinds[number], self.made[number], self.after[number] = value[:3]
+        self.from_low[number], self.width[number], self.bounds[number] = value[3:6]
+        if value.is_rounded:
+            self.rounded.add(number)
+        if value.is_too_large:
+            self.too_large.add(number)
+
+    def known(self, operand: Operand) -> Passed:
+        """Return what is known of a value."""
+        if isinstance(operand, Constant):
+            kind = seen_kind(self, operand, None)
+            return Passed(kind, 0, 0, False, 1, largest(operand.value), False, False)
+        return Passed(
+            self.kinds[operand],
+            self.made[operand],
+            self.after[operand],
+            self.from_low[operand],
+            self.width[operand],
+            self.bounds[operand],
+            operand in self.rounded,
+            operand in self.too_large,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,15 +203,21 @@ class Plan:
     """The kind of each value, by its number."""
     decisions: tuple[Decision, ...]
     levels: tuple[int, ...]
-    """The largest number of barriers that lie before each operation."""
+    """The largest number of barriers that lie before each operation, which no island crosses."""
+    depths: tuple[int, ...]
+    """The same, but as if every `jax.checkpoint` were written out."""
+    made: tuple[int, ...]
+    """The depth of the operation that makes each value."""
     rounded: frozenset[int]
-    """Wide values that are held in the compute dtype once a barrier has been passed."""
+    """Wide values that are read in the compute dtype by operations of a larger depth."""
     too_large: frozenset[int] = frozenset()
     """Wide values that stay float32 after a barrier, because float16 may not hold them."""
-    exact: Mapping[int, frozenset[int]] = dataclasses.field(
-        default_factory=dict[int, frozenset[int]]
+    reads: Mapping[int, Mapping[int, Kind]] = dataclasses.field(
+        default_factory=dict[int, Mapping[int, Kind]]
     )
-    """The values that an operation reads as they were made, because state is made of them."""
+    """The kinds in which operations read values, where it is not for their depth to say."""
+    results: tuple[Passed, ...] = ()
+    """What is known of the function's results."""
 
     @property
     def has_barrier(self) -> bool:
@@ -199,15 +277,22 @@ def seen_kind(state: Plan | Draft, operand: Operand, index: int | None) -> Kind:
         if not is_subject(operand.aval, compute):
             return Kind.OTHER
         return constant_kind(operand.value, compute)
+    if index is not None and operand in state.reads.get(index, ()):
+        return state.reads[index][operand]
     kind = state.kinds[operand]
-    made_by = state.graph.maker(operand)
     # A wide value is wide for its neighbors, between the same two barriers. Operations that read it
-    # later, or outside the function, read it as it was stored.
-    crossed = made_by is not None and (index is None or state.levels[made_by] < state.levels[index])
-    if not crossed or kind is not Kind.WIDE or operand not in state.rounded:
-        return kind
-    is_exact = index is not None and operand in state.exact.get(index, ())
-    return kind if is_exact else Kind.LOW
+    # later, or outside the function, read it rounded. Nothing else decides about this: whether a
+    # value is stored or recomputed never changes what its readers see.
+    crossed = index is None or state.made[operand] < state.depths[index]
+    return Kind.LOW if crossed and kind is Kind.WIDE and operand in state.rounded else kind
+
+
+def largest(value: Any) -> float:
+    """Return the largest magnitude in a constant; infinite for one without numbers (float0)."""
+    array = np.asarray(value)
+    if not jnp.issubdtype(array.dtype, np.number) and array.dtype != np.dtype(bool):
+        return math.inf
+    return float(np.max(np.abs(array), initial=0))
 
 
 def held_dtype(aval: AbstractValue, kind: Kind, compute: np.dtype) -> np.dtype | None:

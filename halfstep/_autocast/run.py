@@ -17,7 +17,7 @@ from halfstep._autocast.f8.product import OFF, Slots
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.recomputed.islands import Island, schedule
+from halfstep._autocast.recomputed.islands import Island, before_calls, is_wide, schedule
 from halfstep._autocast.recomputed.recompute import (
     Surroundings,
     difference,
@@ -117,7 +117,32 @@ class Sharing:
         self.functions: dict[Hashable, Callable[..., Any]] = {}
         self.repeats: dict[Hashable, tuple[Callable[..., Any], list[Any]]] = {}
         """The functions of repeats; each with the places and dtypes of what it returns."""
+        self._low_differences: dict[Surroundings, frozenset[int]] = {}
         self._repeated: dict[tuple[Kind, ...], list[Unit | Repeat]] = {}
+
+    @functools.cached_property
+    def later(self) -> set[int]:
+        """The operations that a contraction comes after, or anything that may contain one."""
+        return before_calls(self.plan)
+
+    def low_differences(self, place: Surroundings) -> frozenset[int]:
+        """Return the operations `x - max(x)` that XLA:TPU computes in the compute dtype.
+
+        Not those after the last contraction, which make the loss, nor those that make state.
+        """
+        if place not in self._low_differences:
+            plan = self.plan
+            self._low_differences[place] = frozenset(
+                index
+                for index, node in enumerate(plan.graph.nodes)
+                if node.name == "sub"
+                and plan.decisions[index].rule is Rule.FLOAT32
+                and plan.settings.rounds
+                and index not in plan.reads
+                and (not place.is_last or index in self.later)
+                and is_wide(plan, index)
+            )
+        return self._low_differences[place]
 
     def repeated(self, out_kinds: Sequence[Kind]) -> list[Unit | Repeat]:
         """Return the schedule of the plan, in which what layers repeat is gathered."""
@@ -138,7 +163,6 @@ class Environment(Interpreter[Any]):
         plan: Plan,
         place: Surroundings,
         *,
-        stored: bool = False,
         slots: Slots | None = None,
         entered: int = 0,
         sharing: "Sharing | None" = None,
@@ -146,7 +170,6 @@ class Environment(Interpreter[Any]):
         super().__init__(plan.graph, entered=entered)
         self.plan = plan
         self.place = place
-        self.stored = stored
         self.slots = slots
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.sharing = sharing or Sharing(plan)
@@ -286,19 +309,19 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
     if decision.site is not None and slots is not OFF:
         return [decision.site(operands, slots)]
     if decision.inner is not None:
-        inside = functools.partial(run, place=env.place.within(node.name))
+        is_last = index not in env.sharing.later
+        place = env.place.within(node.name, is_last=is_last)
+        inside = functools.partial(run, place=place)
         if node.name in nested.RECOMPUTED:
             func = nested.recomputed(node, decision, inside)
-            return env.sharing.functions.setdefault(env.sharing.signatures.call(index), func)(
-                slots, *operands
-            )
+            key = (place, env.sharing.signatures.call(index))
+            return env.sharing.functions.setdefault(key, func)(slots, *operands)
         call = nested.Call(node, decision, operands, plan.settings, inside, slots)
         return _RUNNERS[node.name](call)
     if decision.function is not None:
         return bind_by(decision.function, node, plan.graph, plan.settings.compute, operands)
     params = dict(node.params)
-    is_state = index in plan.exact
-    if node.name == "sub" and decision.rule is Rule.FLOAT32 and env.stored and not is_state:
+    if index in env.sharing.low_differences(env.place):
         left, right = operands
         return [difference(left, right, compute=plan.settings.compute)]
     if decision.rule is Rule.COMPUTE and node.name in CONTRACTIONS:
@@ -341,7 +364,7 @@ def _run_island(env: Environment, island: Island) -> None:
     last = env.place is Surroundings.WHOLE and island.is_last
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = Environment(plan, place, stored=not last, entered=entered, sharing=sharing)
+        inner = Environment(plan, place, entered=entered, sharing=sharing)
         for number, value in zip(island.inputs, values, strict=True):
             inner.write(number, value)
         for index in island.nodes:

@@ -202,20 +202,6 @@ class StatePath(NamedTuple):
 NO_STATE = StatePath()
 
 
-class StateInside(NamedTuple):
-    """The state inside an operation that holds functions."""
-
-    carries: tuple[Carry, ...]
-    path: StatePath
-    """Where the state of a loop around it enters and leaves it."""
-    is_feeding: bool = False
-    """Whether state is computed with its results, before the next contraction."""
-
-    def paths(self, node: Node) -> list[StatePath]:
-        """Return where state enters and leaves each function inside the operation."""
-        return [path for path, _ in inside(node, self.carries, self.path)]
-
-
 def carries_of(node: Node, around: StatePath = NO_STATE) -> tuple[Carry, ...]:
     """Return how each carry of a loop that depends on itself is read.
 
@@ -296,7 +282,8 @@ def state_nodes(graph: Graph, path: StatePath) -> dict[int, StatePath]:
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
         outs = frozenset(p for p, number in enumerate(node.outs) if number in before & after)
-        if not outs or contracts(node):
+        is_call = node.structure is not None and not node.structure.is_opaque
+        if not outs or (contracts(node) and not is_call):
             continue
         operands = {p: o for p, o in enumerate(node.ins) if not isinstance(o, Constant)}
         before |= {operand for operand in operands.values() if operand in after}
@@ -323,7 +310,7 @@ def feeding_nodes(graph: Graph, state: Collection[int]) -> set[int]:
     return found
 
 
-def inside(
+def paths_inside(
     node: Node, carries: Sequence[Carry], path: StatePath
 ) -> list[tuple[StatePath, tuple[int, ...]]]:
     """Return where state enters and leaves each function inside an operation.
@@ -358,7 +345,9 @@ def exact_operands(node: Node, carries: Sequence[Carry], path: StatePath) -> fro
     A decay of 0.999 that is rounded to 1 would be as wrong as a state that is rounded.
     """
     found: set[int] = set()
-    for (inner, operands), graph in zip(inside(node, carries, path), node.graphs, strict=False):
+    for (inner, operands), graph in zip(
+        paths_inside(node, carries, path), node.graphs, strict=False
+    ):
         positions = {number: place for place, number in enumerate(graph.inputs)}
         paths = state_nodes(graph, inner)
         waiting: list[int] = []

@@ -256,18 +256,18 @@ def settings_of(
             f"the policy {str(policy)!r} casts arguments and nothing else; leave "
             "':inputs' out of it, or use cast_function."
         )
+    has_residuals = policy.residuals is not None and not policy.stores
+    own = Saves(code=policy.residuals, rules=policy.stores, is_own=True)
     return Settings(
         np.dtype(policy.compute),
-        islands,
-        policy.rules,
-        policy.accumulate is not None,
-        _reduce_dtype(reduce_dtype, policy.compute),
-        policy.recipe,
+        islands=islands,
+        rules=policy.rules,
+        accumulate=policy.accumulate is not None,
+        reduce=_reduce_dtype(reduce_dtype, policy.compute),
+        recipe=policy.recipe,
         # Values that are stored operation by operation are not encoded again where they are read.
-        None
-        if policy.residuals is None or policy.stores
-        else Factor(element=policy.residuals, per="row"),
-        Saves(code=policy.residuals, rules=policy.stores, is_own=True) if policy.stores else None,
+        residuals=Factor(element=policy.residuals or "e4m3", per="row") if has_residuals else None,
+        saves=own if policy.stores else None,
     )
 
 
@@ -301,6 +301,7 @@ def check_rules(plan: Plan) -> None:
         node = owner.graph.nodes[index]
         decision = owner.decisions[index]
         used |= {decision.by, decision.stored_by, decision.recipe_by}
+        used |= {carry.by for carry in decision.carries}
         names.add(node.name)
         parts = node.scope.split("/")
         scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}

@@ -258,7 +258,7 @@ def _stays_wide(step: Step) -> bool:
     """Return whether a result stays float32 only because it is not known to fit float16."""
     plan = step.place.plan
     return any(
-        plan.levels[user] > plan.levels[step.index]
+        plan.depths[user] > plan.depths[step.index]
         and plan.decisions[user].rule is not Rule.COMPUTE
         for number in plan.too_large.intersection(step.node.outs)
         for user in plan.graph.users[number]

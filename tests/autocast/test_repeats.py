@@ -351,11 +351,12 @@ def test_calls_that_the_user_recomputes_are_shared(given):
     def of_product(number: int, weight: Any, x: Any) -> Any:
         return layer(weight, x @ weight if number % 2 else jnp.sin(x))
 
-    for outer, count in ((lambda number, weight, x: layer(weight, x), 1), (of_product, 2)):
+    for outer, count in ((lambda number, weight, x: layer(weight, x), 3), (of_product, 4)):
         loss = halfstep.autocast(stacked(outer), "bf16")
         calls = [jaxpr for jaxpr in recomputed(loss, *given) if "dot_general" in str(jaxpr)]
         assert len(calls) == LAYERS
-        # One for each dtype that the argument is held in.
+        # The first reads an argument in float32. The last one's softmax is part of the loss, and is
+        # not approximated on TPUs. All between are one.
         assert distinct(calls) == count
 
 

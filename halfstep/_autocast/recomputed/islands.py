@@ -18,7 +18,7 @@ import numpy as np
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, Rule
-from halfstep._program import Constant, size
+from halfstep._program import Constant, Remat, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def schedule(plan: Plan, out_kinds: Sequence[Kind]) -> list[int | Island]:
     groups = [tuple(sorted({*group, *own})) for group, (own, _) in zip(groups, begun, strict=True)]
     # After the last contraction, nothing lies between the forward and the backward pass of an
     # island, so the island needs no barrier there (see `recompute`).
-    later = _before_calls(plan)
+    later = before_calls(plan)
     islands = [
         _island(plan, group, out_kinds, copied, later)
         for group, (_, copied) in zip(groups, begun, strict=True)
@@ -140,7 +140,7 @@ def _groups(plan: Plan) -> list[tuple[int, ...]]:
         by_level[level].append(index)
     groups: list[tuple[int, ...]] = []
     for indices in by_level.values():
-        wide = {index for index in indices if _is_wide(plan, index)}
+        wide = {index for index in indices if is_wide(plan, index)}
         if not wide:
             continue
         merged = _Union(indices)
@@ -155,15 +155,14 @@ def _groups(plan: Plan) -> list[tuple[int, ...]]:
     return groups
 
 
-def _is_wide(plan: Plan, index: int) -> bool:
+def is_wide(plan: Plan, index: int) -> bool:
     """Return whether an operation makes float32 of low values, which is worth recomputing."""
     decision = plan.decisions[index]
     if decision.barrier or Kind.WIDE not in decision.outs:
         return False
     # Before the first contraction, float32 that was made of float32 (such as a normalized batch)
     # stays as it is: rounding its inputs would lose digits that never had to fit into 16 bits.
-    level = plan.levels[index]
-    return level > 0 or any(
+    return plan.depths[index] > 0 or any(
         plan.seen(operand, index) in (Kind.STORED, Kind.LOW, Kind.WIDE)
         and _depends_on_low(plan, operand)
         for operand in plan.graph.nodes[index].ins
@@ -270,7 +269,7 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
         own = alone
 
 
-def _before_calls(plan: Plan) -> set[int]:
+def before_calls(plan: Plan) -> set[int]:
     """Return the operations before a contraction, or before anything that may contain one."""
     found: set[int] = set()
     for index in reversed(range(len(plan.graph.nodes))):
@@ -285,6 +284,9 @@ def _before_calls(plan: Plan) -> set[int]:
 def _may_contract(plan: Plan, index: int) -> bool:
     # The name decides: a contraction that the user has asked to run in float32 counts, too.
     decision, name = plan.decisions[index], plan.graph.nodes[index].name
+    if isinstance(plan.graph.nodes[index].structure, Remat) and isinstance(decision.inner, Plan):
+        inner = decision.inner
+        return any(_may_contract(inner, number) for number in range(len(inner.graph.nodes)))
     return decision.barrier and (name in CONTRACTIONS or decision.inner is not None)
 
 
