@@ -113,7 +113,9 @@ def measure(
     kept = {key(row): row for row in (earlier or {}).get("rows", ())}
     if earlier is not None and (other := other_compilers(earlier, results([]))):
         raise SystemExit(f"--resume keeps rows of the same compilers only; differs: {other}.")
-    bar = tqdm([job for job in jobs(only) if job.key not in kept], desc="compile", unit="step")
+    # Compiles for a TPU take longer, and come last.
+    todo = sorted((job for job in jobs(only) if job.key not in kept), key=lambda job: job.target)
+    bar = tqdm(todo, desc="compile", unit="step")
     for job in bar:
         bar.set_postfix_str(", ".join(map(str, job.key)))
         kept[job.key] = compiled(job)
