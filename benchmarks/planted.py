@@ -1,0 +1,401 @@
+"""Bugs that are planted in the package: does a test see each of them?
+
+    python -m benchmarks.planted
+    python -m benchmarks.planted --only verdict --only totals
+
+Each bug changes one line of a copy of the package: a condition is negated, a comparison moved by
+one, a term, a factor or a dtype left out. Then the tests that must catch it run on that copy, and
+stop at the first one that fails. The same tests must pass on the copy as it is. The exit status is
+1 if a bug is not caught. A line that is no longer in its file is an error: the bugs below are of
+decisions that somebody has rewritten, and belong to what they have become.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._report import parser, report, table, write
+
+MODULE = "benchmarks.planted"
+ROOT = pathlib.Path(__file__).parents[1]
+COPIED = ("halfstep", "tests", "pyproject.toml")
+CAUGHT, NOT_CAUGHT = "caught", "NOT CAUGHT"
+# As CI runs them: on small programs, what LLVM would optimize takes longer than it saves.
+UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+
+
+class PlantingError(RuntimeError):
+    """A bug cannot be planted, or the tests say nothing about it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the package, and the bugs that are planted in it, one at a time."""
+
+    file: str
+    """Below `halfstep/`."""
+    text: str
+    """The line, without its indentation; the file has it once."""
+    bugs: tuple[str, ...]
+    """Other lines instead of it."""
+    tests: tuple[str, ...]
+    """Below `tests/`: files, or single tests in them."""
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return pathlib.Path(self.file).stem
+
+
+ISLANDS = ("autocast/test_islands.py",)
+LINES = (
+    # Gradients of microbatches are summed in float32, also those of narrower parameters.
+    Line(
+        "_training/microbatch.py",
+        "wide = jnp.zeros_like(param, dtype=at_least_float32(param.dtype))",
+        (
+            "wide = jnp.zeros_like(param)",
+            "wide = jnp.zeros_like(param, dtype=jnp.float32)",
+            "wide = jnp.ones_like(param, dtype=at_least_float32(param.dtype))",
+        ),
+        ("test_microbatch.py",),
+    ),
+    Line(
+        "_training/microbatch.py",
+        "total = jtu.tree_map(lambda a, g: a + g.astype(a.dtype), total, grads)",
+        (
+            "total = jtu.tree_map(lambda a, g: a + g, total, grads)",
+            "total = jtu.tree_map(lambda a, g: g.astype(a.dtype), total, grads)",
+            "total = jtu.tree_map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), total, "
+            "grads)",
+        ),
+        ("test_microbatch.py",),
+    ),
+    # A division by a number belongs to the product before it.
+    Line(
+        "_autocast/decide.py",
+        'if node.name == "div" and is_scalar_literal(node.ins[1]):',
+        (
+            'if not (node.name == "div" and is_scalar_literal(node.ins[1])):',
+            'if node.name != "div" and is_scalar_literal(node.ins[1]):',
+            'if node.name == "div" and not is_scalar_literal(node.ins[1]):',
+            'if node.name == "div":',
+            "if len(node.ins) > 1 and is_scalar_literal(node.ins[1]):",
+            'if node.name == "div" and is_scalar_literal(node.ins[0]):',
+            "if False:",
+        ),
+        ("autocast/test_numerics.py", *ISLANDS),
+    ),
+    # Functions with derivatives of their own may be part of an island, unless they are dear.
+    Line(
+        "_autocast/custom_rules.py",
+        "barrier = inner.has_barrier or not isinstance(custom, CustomJvp)",
+        (
+            "barrier = not inner.has_barrier or not isinstance(custom, CustomJvp)",
+            "barrier = inner.has_barrier or isinstance(custom, CustomJvp)",
+            "barrier = inner.has_barrier and not isinstance(custom, CustomJvp)",
+            "barrier = inner.has_barrier",
+            "barrier = not isinstance(custom, CustomJvp)",
+            "barrier = False",
+            "barrier = True",
+        ),
+        ("autocast/test_custom_rules.py", *ISLANDS),
+    ),
+    # Which float32 is worth recomputing.
+    Line(
+        "_autocast/recomputed/islands.py",
+        "return level > 0 or any(",
+        (
+            "return level > 1 or any(",
+            "return level >= 0 or any(",
+            "return level <= 0 or any(",
+            "return level > 0 or not any(",
+            "return level > 0 and any(",
+            "return any(",
+        ),
+        ISLANDS,
+    ),
+    Line(
+        "_autocast/recomputed/islands.py",
+        "plan.seen(operand, level) in (Kind.STORED, Kind.LOW, Kind.WIDE)",
+        (
+            "plan.seen(operand, level) not in (Kind.STORED, Kind.LOW, Kind.WIDE)",
+            "plan.seen(operand, level) in (Kind.LOW, Kind.WIDE)",
+            "plan.seen(operand, level) in (Kind.STORED, Kind.WIDE)",
+            "plan.seen(operand, level) in (Kind.STORED, Kind.LOW)",
+            "True",
+        ),
+        ISLANDS,
+    ),
+    Line(
+        "_autocast/recomputed/islands.py",
+        "and _depends_on_low(plan, operand)",
+        ("and not _depends_on_low(plan, operand)", ""),
+        ISLANDS,
+    ),
+    # What is kept in 8 bits is a value that every reader sees.
+    Line(
+        "_autocast/recomputed/recompute.py",
+        "held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]",
+        (
+            "held = list(primals) if kept is None else [keep(x, kept) for x in primals]",
+            "held = list(primals) if kept is None else [settled(x) for x in primals]",
+            "held = list(primals)",
+            "held = list(primals) if kept is not None else [settled(x) for x in primals]",
+        ),
+        ("autocast/test_store_rules.py",),
+    ),
+    # The leaf of the only verdict among the parts.
+    Line(
+        "_training/verdict.py",
+        "leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, -1, jnp.int32)",
+        (
+            "leaf = leaves[0] if len(leaves) != 1 else jnp.full_like(finite, -1, jnp.int32)",
+            "leaf = leaves[0] if len(leaves) == 2 else jnp.full_like(finite, -1, jnp.int32)",
+            "leaf = leaves[0] if len(leaves) >= 1 else jnp.full_like(finite, -1, jnp.int32)",
+            "leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, 0, jnp.int32)",
+            "leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, -2, jnp.int32)",
+            "leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, 1, jnp.int32)",
+            "leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, -1)",
+            "leaf = leaves[0] if len(leaves) == 1 else jnp.int32(-1)",
+            "leaf = leaves[0]",
+        ),
+        ("test_verdict.py",),
+    ),
+    # Sums of reports.
+    Line(
+        "_explain/totals.py",
+        "low += sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)",
+        (
+            "low += sum(entry.inside_flops.get(compute, 0) for entry in entries)",
+            "low += sum(entry.inside_flops.get(compute, 1) * entry.count for entry in entries)",
+            "low += sum(entry.count for entry in entries)",
+            "low = sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)",
+            "low -= sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)",
+            "",
+        ),
+        ("explain/test_totals.py",),
+    ),
+    Line(
+        "_explain/totals.py",
+        "entry.flops * entry.count\n        for entry in entries\n        if entry.is_contraction and "
+        "is_low(entry, compute)",
+        (
+            "entry.flops\n        for entry in entries\n        if entry.is_contraction and "
+            "is_low(entry, compute)",
+        ),
+        ("explain/test_totals.py",),
+    ),
+    Line(
+        "_explain/totals.py",
+        "total[name] += count * entry.count",
+        ("total[name] += count", "total[name] += entry.count", "total[name] = count * entry.count"),
+        ("explain/test_totals.py",),
+    ),
+    Line(
+        "_explain/totals.py",
+        "entry.flops * entry.count\n        for entry in entries\n        if not entry",
+        (
+            "entry.flops\n        for entry in entries\n        if not entry",
+            "entry.count\n        for entry in entries\n        if not entry",
+            "entry.flops * entry.count\n        for entry in entries\n        if entry",
+        ),
+        ("explain/test_totals.py",),
+    ),
+    Line(
+        "_preflight/report/peak.py",
+        "dataclasses.replace(same[0], bytes=sum(one.bytes for one in same), count=len(same))",
+        (
+            "dataclasses.replace(same[0], count=len(same))",
+            "dataclasses.replace(same[0], bytes=sum(one.bytes for one in same))",
+            "dataclasses.replace(same[0], bytes=len(same), count=len(same))",
+            "dataclasses.replace(same[0], bytes=sum(one.bytes for one in same[1:]), "
+            "count=len(same))",
+            "dataclasses.replace(same[0], bytes=sum(one.bytes for one in same), "
+            "count=len(same) - 1)",
+            "same[0]",
+        ),
+        ("preflight/test_peak.py",),
+    ),
+    # A product with scales: where its second factor is.
+    Line(
+        "_preflight/hlo/contraction_flops.py",
+        "if len(arrays) >= 4 and arrays[2].size > rhs.size:",
+        (
+            "if not (len(arrays) >= 4 and arrays[2].size > rhs.size):",
+            "if len(arrays) < 4 and arrays[2].size > rhs.size:",
+            "if len(arrays) >= 4 and arrays[2].size <= rhs.size:",
+            "if len(arrays) >= 4 and arrays[2].size >= rhs.size:",
+            "if len(arrays) >= 4 and arrays[2].size < rhs.size:",
+            "if len(arrays) >= 3 and arrays[2].size > rhs.size:",
+            "if len(arrays) > 4 and arrays[2].size > rhs.size:",
+            "if len(arrays) >= 4:",
+            "if arrays[2].size > rhs.size:",
+            "if False:",
+        ),
+        ("preflight/test_flops.py",),
+    ),
+    # A loop that ends when a counter meets a number.
+    Line(
+        "_preflight/hlo/trip_counts.py",
+        "whole = distance % abs(step) == 0 and (bound > first) == (step > 0)",
+        (
+            "whole = not (distance % abs(step) == 0 and (bound > first) == (step > 0))",
+            "whole = distance % abs(step) != 0 and (bound > first) == (step > 0)",
+            "whole = distance % abs(step) == 1 and (bound > first) == (step > 0)",
+            "whole = distance % abs(step) == 0 and (bound > first) != (step > 0)",
+            "whole = distance % abs(step) == 0 and bound > first",
+            "whole = distance % abs(step) == 0 and step > 0",
+            "whole = distance % abs(step) == 0",
+            "whole = (bound > first) == (step > 0)",
+            "whole = True",
+        ),
+        ("preflight/test_hlo.py",),
+    ),
+)
+"""Only lines whose bugs once went unseen, and their neighbors in the same decision."""
+
+
+class Copy:
+    """A copy of the package and its tests, in which bugs are planted and removed again."""
+
+    def __init__(self, folder: pathlib.Path, root: pathlib.Path = ROOT):
+        self.folder = folder
+        for name in COPIED:
+            if (root / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(root / name, folder / name, ignore=ignored)
+            else:
+                shutil.copy(root / name, folder / name)
+
+    def original(self, line: Line) -> str:
+        """The text of a line's file.
+
+        Raises:
+            PlantingError: The line is not in it, or more than once.
+        """
+        path = self.folder / "halfstep" / line.file
+        content = path.read_text() if path.exists() else ""
+        if content.count(line.text) != 1:
+            found = f"{content.count(line.text)} times" if path.exists() else "no such file"
+            raise PlantingError(
+                f"halfstep/{line.file} must have this line once, to plant bugs in it: "
+                f"{line.text!r}; found: {found}. If it was rewritten, rewrite its bugs in "
+                "benchmarks/planted.py, too."
+            )
+        return content
+
+    def write(self, line: Line, content: str) -> None:
+        """Write a line's file."""
+        path = self.folder / "halfstep" / line.file
+        path.write_text(content)
+        # Python compares the time in seconds and the size: both may be the same.
+        pathlib.Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def failed(self, tests: Sequence[str]) -> str | None:
+        """Run tests, and return the first one that fails, `None` if all pass.
+
+        Raises:
+            PlantingError: They cannot be run.
+        """
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-o", "addopts=--strict-config --strict-markers", "-m", "not slow and not bits"]
+        # Before the package that is installed, and before that of the working directory.
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        environment.setdefault("XLA_FLAGS", UNOPTIMIZED)
+        ran = subprocess.run(
+            [*command, *(f"tests/{test}" for test in tests)],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ran.returncode == 0:
+            return None
+        named = [line for line in ran.stdout.splitlines() if line.startswith("FAILED ")]
+        # Another status is of tests that were not found or not imported.
+        if ran.returncode != 1 or not named:
+            raise PlantingError(f"{' '.join(tests)} did not run:\n{ran.stdout}{ran.stderr}")
+        return named[0].removeprefix("FAILED ").partition(" - ")[0].removeprefix("tests/")
+
+
+def measure(lines: Sequence[Line], folder: pathlib.Path, root: pathlib.Path = ROOT) -> list[Any]:
+    """Plant the bugs of these lines, one at a time, and run their tests.
+
+    Raises:
+        PlantingError: A line is gone, or its tests fail without a bug.
+    """
+    copy = Copy(folder, root)
+    originals = [copy.original(line) for line in lines]
+    for tests in dict.fromkeys(line.tests for line in lines):
+        if (failed := copy.failed(tests)) is not None:
+            raise PlantingError(f"{failed} fails without a bug, so it says nothing about bugs.")
+    rows: list[Any] = []
+    for line, content in zip(lines, originals, strict=True):
+        for bug in line.bugs:
+            begun = time.monotonic()
+            copy.write(line, content.replace(line.text, bug))
+            failed = copy.failed(line.tests)
+            copy.write(line, content)
+            rows.append(
+                {
+                    "file": line.file,
+                    "line": line.text,
+                    "bug": bug,
+                    "outcome": NOT_CAUGHT if failed is None else CAUGHT,
+                    "by": failed,
+                    "seconds": round(time.monotonic() - begun, 1),
+                }
+            )
+            print(f"{rows[-1]['outcome']}: {line.name}: {bug}", file=sys.stderr, flush=True)
+    return rows
+
+
+def text(result: dict[str, Any]) -> str:
+    """The table."""
+    rows = [
+        {**row, "file": f"`{row['file']}`", "bug": f"`{_short(row['bug'])}`"}
+        for row in result["rows"]
+    ]
+    columns = {"file": "file", "bug": "the line with a bug", "outcome": "", "by": "by"}
+    caught = sum(row["outcome"] == CAUGHT for row in rows)
+    return f"{table(rows, columns)}\n\n{caught} of {len(rows)} bugs are caught."
+
+
+def _short(bug: str) -> str:
+    """One line, or that there is none."""
+    return " ".join(bug.split()).replace("|", "\\|") or "(left out)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(MODULE, __doc__ or "")
+    names = list(dict.fromkeys(line.name for line in LINES))
+    options.add_argument(
+        "--only", action="append", choices=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
+    given = options.parse_args(argv)
+    chosen = [line for line in LINES if not given.only or line.name in given.only]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            rows = measure(chosen, pathlib.Path(folder))
+        except PlantingError as error:
+            print(error, file=sys.stderr)
+            return 1
+    is_caught = all(row["outcome"] == CAUGHT for row in rows)
+    made = report(MODULE, {"rows": rows, "bars": {"every bug is caught": is_caught}}, packages=())
+    print(text(made))
+    write(made, given.json)
+    return 0 if is_caught else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
