@@ -211,6 +211,34 @@ def test_library_block_scaled_dot():
     assert only(analysis) == Contraction("float8_e4m3fn", "float8_e4m3fn", "float32", 2560, 1)
 
 
+@pytest.mark.parametrize("n", [1, 4, 5, 128])
+@pytest.mark.parametrize("order", ["%a, %b, %s, %t", "%a, %s, %b, %t"])
+def test_scales_are_no_factors_however_large(order: str, n: int):
+    """Those of 128 rows in blocks of 32 are 256: as large as a second factor of 4 rows."""
+    analysis = count(
+        shapes(
+            a="f8e4m3fn[128,64]",
+            s="f8e8m0fnu[128,2]",
+            b=f"f8e5m2[{n},64]",
+            t=f"f8e8m0fnu[{n},2]",
+        )
+        + f"\nROOT %c = bf16[128,{n}] scaled-dot({order}), "
+        "lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+    )
+    flops = 2 * 128 * n * 64
+    assert only(analysis) == Contraction("float8_e4m3fn", "float8_e5m2", "bfloat16", flops, 1)
+
+
+def test_a_sparse_factor_comes_before_what_says_where_its_elements_are():
+    # Half of the second factor's elements are zeros, and not there.
+    analysis = count(
+        shapes(a="bf16[4,32]", b="bf16[16,5]", m="u16[2,5]")
+        + "\nROOT %c = f32[4,5] dot(%a, %b, %m), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={0}, sparsity=R.0@2:4"
+    )
+    assert only(analysis) == Contraction("bfloat16", "bfloat16", "float32", 2 * 4 * 5 * 32, 1)
+
+
 def test_kernel_for_blocks_of_128():
     call = (
         shapes(a="f8e4m3fn[2,4,256]", s="f32[2,2,128]", b="f8e4m3fn[2,5,256]", t="f32[2,2,128]")

@@ -114,12 +114,13 @@ def _sizes(instruction: Instruction, array: Array, dims: Sequence[int]) -> int:
 def _dot(computation: Computation, instruction: Instruction) -> Contracted:
     arrays = _arrays(computation, instruction)
     (lhs, rhs), out = arrays[:2], instruction.results[0]
-    # scaled-dot has the scales after both factors, or each scale after its own factor.
-    if len(arrays) >= 4 and arrays[2].size > rhs.size:
-        rhs = arrays[2]
     # Every element of the result is a sum over the contracted dimensions. The size of the result
     # already includes the batch dimensions.
     contracted = _sizes(instruction, lhs, instruction.integers("lhs_contracting_dims", ""))
+    # scaled-dot has the scales after both factors, or each scale, one for a block, after its own.
+    own = instruction.integers("rhs_contracting_dims", "")
+    if len(arrays) >= 4 and _sizes(instruction, rhs, own) < contracted:
+        rhs = arrays[2]
     return Contracted(lhs, rhs, out, 2 * out.size * contracted)
 
 
