@@ -182,6 +182,7 @@ def loop(
     compare: str = "compare(%i, %bound), direction=LT",
     config: str = "",
     bound: str = "constant(5)",
+    by: int = 1,
 ) -> tuple[str, ...]:
     """A loop with one dot in its body, and its parts."""
     entry = f"""
@@ -197,7 +198,7 @@ def loop(
   %i = s32[] get-tuple-element(%s), index=0
   %x = f32[8,8] get-tuple-element(%s), index=1
   %n = s32[] get-tuple-element(%s), index=2
-  %one = s32[] constant(1)
+  %one = s32[] constant({by})
   %next = s32[] {step}
   %y = f32[8,8] {DOT}
   ROOT %out = {STATE} tuple(%next, %y, %n)
@@ -377,6 +378,38 @@ def test_constants_reach_a_loop_in_a_branch():
       ROOT %c = {STATE} conditional(%p, %state, %state), branch_computations={{%branch, %branch}}"""
     analysis = count(entry, body, condition, branch)
     assert (analysis.flops, analysis.unknown_trip_counts) == (5 * 2 * 8**3, 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "by", "bound", "turns"),
+    [
+        (0, 1, 1, 1),
+        (0, 3, 12, 4),
+        (-4, 2, 6, 5),
+        (12, -3, 0, 4),
+        (6, -1, 5, 1),
+        (7, 3, 7, 0),
+        # It steps over the number, or away from it.
+        (0, 3, 13, None),
+        (0, 3, 14, None),
+        (12, -3, 1, None),
+        (12, 3, 0, None),
+        (6, 1, 5, None),
+        (0, -3, 12, None),
+        (0, 0, 5, None),
+    ],
+)
+def test_a_loop_that_ends_at_one_number(first: int, by: int, bound: int, turns: int | None):
+    parts = loop(
+        first=f"constant({first})",
+        by=by,
+        bound=f"constant({bound})",
+        compare="compare(%i, %bound), direction=NE",
+    )
+    analysis = count(*parts)
+    assert analysis.unknown_trip_counts == (turns is None)
+    # A loop of unknown length counts as one iteration.
+    assert analysis.flops == (1 if turns is None else turns) * 2 * 8**3
 
 
 @pytest.mark.parametrize("name", ["h100_nested_loops", "v5e_nested_loops"])

@@ -227,8 +227,7 @@ def _iterations(first: int, step: int, direction: str, bound: int) -> int | None
     upward, downward = direction in ("LT", "LE"), direction in ("GT", "GE")
     if step == 0 or (upward and step < 0) or (downward and step > 0):
         return None
-    distance = abs(bound - first)
     if direction == "NE":
-        whole = distance % abs(step) == 0 and (bound > first) == (step > 0)
-        return distance // abs(step) if whole else None
-    return -(-(distance + (direction in ("LE", "GE"))) // abs(step))
+        count, rest = divmod(bound - first, step)
+        return count if count > 0 and not rest else None
+    return -(-(abs(bound - first) + (direction in ("LE", "GE"))) // abs(step))
