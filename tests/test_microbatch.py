@@ -109,6 +109,36 @@ def test_float32_sums_do_not_overflow_where_float16_would():
     assert grads[0] == 160000
 
 
+@pytest.mark.parametrize(("dtype", "n"), [("bfloat16", 767), ("float16", 2051), ("float32", 5)])
+def test_sums_are_float32_also_for_narrower_parameters(dtype: str, n: int):
+    """In the parameter's own format, a sum of ones ends at 256 or 2048: one more changes nothing."""
+    gradient = halfstep.filter_grad(
+        lambda w, x: jnp.sum(w * x),
+        policy="bf16:inputs",
+        microbatches=n,
+        batch=("x",),
+        microbatch_reduction="sum",
+    )
+    grads = jax.jit(gradient)(jnp.ones((), dtype), jnp.ones(n))[2]
+    assert grads.dtype == jnp.float32
+    assert grads == n
+
+
+def test_sums_are_float64_for_parameters_that_are():
+    with jax.enable_x64(True):
+        x = jnp.asarray([1.0, 2.0**-40])
+        gradient = halfstep.filter_grad(
+            lambda w, x: jnp.sum(w * x),
+            policy="f32",
+            microbatches=2,
+            batch=("x",),
+            microbatch_reduction="sum",
+        )
+        grads = gradient(jnp.ones(()), x)[2]
+        assert grads.dtype == jnp.float64
+        assert grads == 1 + 2.0**-40
+
+
 def test_keys_are_split_and_the_rest_is_shared():
     def noisy(w, x, key, table):
         assert table.shape == (3,)

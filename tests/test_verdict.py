@@ -205,6 +205,8 @@ def test_two_verdicts_know_their_own_trees():
     assert "part 2 of 3: " in three.reason([PARAMS, other])
     # Whose leaf it is a ledger cannot know.
     assert int(halfstep.Ledger().record(three).last_leaf) == -1
+    for many in (verdict_of(2) & verdict_of(-1), verdict_of(2) & three):
+        assert int(halfstep.Ledger().record(many).last_leaf) == -1
     assert int(halfstep.Ledger().record(verdict_of(2) & True).last_leaf) == 2
     assert int(halfstep.Ledger().record(three & verdict_of(-1, loss=False)).bad_losses) == 1
 

@@ -49,6 +49,13 @@ def test_flops_of_all_else():
     assert found.other_flops == 2 * X.size
 
 
+def test_flops_of_all_else_count_as_often_as_a_loop_turns():
+    def func(x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (jnp.exp(x), None), x, length=3)[0]
+
+    assert totals(func, X).other_flops == 3 * X.size
+
+
 def mlp(params: Any, x: Any) -> Any:
     hidden = jnp.exp(x @ params["up"])
     return jnp.sum(hidden @ params["down"])
@@ -207,6 +214,23 @@ def test_what_is_in_functions_of_unknown_operations_counts():
     found = totals(lambda x: jnp.sum(called.bind(x, function=function)), jnp.eye(16))
     assert found.contraction_flops == {"f32": 2 * 16**3}
     assert found.low == 0
+
+
+@pytest.mark.parametrize(("dtype", "low"), [(jnp.bfloat16, 1), (jnp.float32, 0)])
+def test_what_is_in_such_functions_counts_as_often_as_a_loop_turns(dtype: Any, low: int):
+    called = Primitive("called_by_a_test_in_a_loop")
+    called.def_abstract_eval(lambda x, *, function: x)
+    function = jax.make_jaxpr(lambda x: x @ x)(jnp.eye(16, dtype=dtype))
+
+    def twice(x: Any, _: Any) -> Any:
+        return called.bind(called.bind(x, function=function), function=function), None
+
+    def func(x: Any) -> Any:
+        return jax.lax.scan(twice, x.astype(dtype), length=3)[0]
+
+    found = totals(func, jnp.eye(16))
+    assert sum(found.contraction_flops.values()) == 3 * 2 * 2 * 16**3
+    assert found.low == low
 
 
 def test_what_cannot_be_seen_is_noted_with_its_size():
