@@ -11,6 +11,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling
+from tests.autocast._shared import every_format, rounded, with_and_without_islands
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
@@ -77,3 +78,26 @@ def test_exact_to_float32_of_what_a_product_makes(name: str, policy: str, island
     # The same float32 operations, which the compiler may fuse otherwise: a few last places.
     single = halfstep.FORMATS["f32"].eps
     np.testing.assert_allclose(got, func(product), rtol=16 * single, atol=16 * single)
+
+
+NUMBERS = jnp.linspace(1, 2, 64).reshape(8, 8)
+QUOTIENTS = {
+    "by a number": (lambda h: h / 3.0, True),
+    "by an array": (lambda h: h / NUMBERS, False),
+    "of a number": (lambda h: 3.0 / h, False),
+    "no quotient": (lambda h: h**2.5, False),
+}
+
+
+@with_and_without_islands
+@every_format
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_a_product_over_a_number_stays_in_the_compute_dtype(name: str, policy: str, islands: bool):
+    func, is_low = QUOTIENTS[name]
+    got = halfstep.autocast(lambda w, x: func(x @ w), policy, islands=islands)(jnp.eye(8), NUMBERS)
+    exact = func(rounded(NUMBERS, policy))
+    # A reciprocal that is rounded, and a product that is; else a few last places of float32.
+    eps = halfstep.FORMATS[policy if is_low else "f32"].eps
+    np.testing.assert_allclose(got, exact, rtol=eps if is_low else 4 * eps)
+    assert got.dtype == jnp.float32
+    assert bool((rounded(got, policy) == got).all()) == is_low
