@@ -15,6 +15,7 @@ from tests.autocast._shared import (
     compute,
     dots,
     every_format,
+    named,
 )
 
 pytestmark = pytest.mark.core
@@ -327,3 +328,53 @@ def test_a_function_with_its_own_mapping_is_mapped_by_its_rule(axes: tuple[int |
     assert not jnp.array_equal(found, expected)
     program = str(jax.make_jaxpr(jax.vmap(func, axes))(*given))
     assert "bf16" in program
+
+
+def test_an_activation_with_its_own_derivative_is_recomputed_with_its_neighbors():
+    @jax.custom_jvp
+    def activation(x: Any) -> Any:
+        return jnp.sinh(x)
+
+    activation.defjvp(lambda xs, dxs: (activation(*xs), jnp.cosh(*xs) * dxs[0]))
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.log1p(activation(jnp.exp(x @ w))) @ w)
+
+    x = jnp.ones((16, 4))
+    assert wide_residuals(autocast(loss, "bf16"), x, W) == []
+    assert wide_residuals(autocast(loss, "bf16", islands=False), x, W) != []
+
+
+def test_a_product_within_an_activation_is_not_computed_again():
+    @jax.custom_jvp
+    def activation(x: Any) -> Any:
+        return jnp.sinh(x @ W)
+
+    activation.defjvp(lambda xs, dxs: (activation(*xs), jnp.cosh(xs[0] @ W) * (dxs[0] @ W)))
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.log1p(activation(jnp.exp(x @ w))) @ w)
+
+    x = jnp.ones((16, 4))
+    assert dots(jax.grad(autocast(loss, "bf16")), x, W) == [("bfloat16", "bfloat16")] * len(
+        dots(jax.grad(loss), x, W)
+    )
+
+
+def test_a_kernel_with_its_own_backward_pass_is_not_run_again():
+    @jax.custom_vjp
+    def kernel(x: Any) -> Any:
+        return jnp.sinh(x)
+
+    kernel.defvjp(lambda x: (jnp.sinh(x), x), lambda x, cotangent: (jnp.cosh(x) * cotangent,))
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.log1p(kernel(jnp.exp(x @ w))) @ w)
+
+    assert len(named(jax.grad(autocast(loss, "bf16")), "sinh", jnp.ones((16, 4)), W)) == 1
+
+
+def wide_residuals(func: Callable, x: Any, *args: Any) -> list[Any]:
+    """What is stored in float32 for the gradient with respect to `x`, and is as large as `x`."""
+    residuals = jax.tree.leaves(jax.vjp(lambda x: func(x, *args), x)[1])
+    return [r for r in residuals if r.dtype == jnp.float32 and r.shape == x.shape]
