@@ -162,11 +162,8 @@ def is_wide(plan: Plan, index: int) -> bool:
         return False
     # Before the first contraction, float32 that was made of float32 (such as a normalized batch)
     # stays as it is: rounding its inputs would lose digits that never had to fit into 16 bits.
-    return plan.depths[index] > 0 or any(
-        plan.seen(operand, index) in (Kind.STORED, Kind.LOW, Kind.WIDE)
-        and _depends_on_low(plan, operand)
-        for operand in plan.graph.nodes[index].ins
-    )
+    operands = plan.graph.nodes[index].ins
+    return plan.depths[index] > 0 or any(_depends_on_low(plan, operand) for operand in operands)
 
 
 def _depends_on_low(plan: Plan, operand: int | Constant) -> bool:
