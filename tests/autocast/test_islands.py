@@ -116,6 +116,56 @@ def test_a_softmax_is_one_island():
     assert {dtype for _, dtype in island.reads} == {BF16}
 
 
+def wide(func: Any, *args: Any) -> list[tuple[int, ...]]:
+    """The shapes of what is kept in float32 for the backward pass."""
+    return [aval.shape for aval in stored(func, *args) if aval.dtype == jnp.float32]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_what_is_made_of_a_reduced_value_is_recomputed_too(policy: str):
+    def func(x: Any) -> Any:
+        return jnp.log(jnp.sum(jnp.exp(x @ x), axis=-1))
+
+    assert wide(halfstep.autocast(func, policy), X) == []
+    assert (8,) in wide(halfstep.autocast(func, policy, islands=False), X)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+@pytest.mark.parametrize(
+    "func",
+    [
+        jnp.exp,
+        # Made of what has been made of low values: bfloat16 may hold it, and float16 may not.
+        lambda w: jnp.tanh(jnp.exp(w)),
+        # And here both may.
+        lambda w: jnp.exp(jnp.tanh(w)),
+    ],
+    ids=["exp", "tanh of exp", "exp of tanh"],
+)
+def test_float32_of_a_parameter_that_is_stored_low_is_recomputed(func: Any, policy: str):
+    w = jnp.ones((16, 8), halfstep.FORMATS[policy].dtype)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(func(w) @ x)
+
+    assert wide(halfstep.autocast(loss, policy), w, X) == []
+    assert (16, 8) in wide(halfstep.autocast(loss, policy, islands=False), w, X)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_float32_of_float32_before_the_first_contraction_stays_as_it_is(policy: str):
+    def func(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.tanh(jnp.sin(x)) @ w)
+
+    x = jnp.linspace(-2, 2, 128).reshape(16, 8)
+    gradient = jax.grad(halfstep.autocast(func, policy, params=1))
+    exact = (1 - jnp.tanh(jnp.sin(x)) ** 2) * jnp.cos(x)
+    single = halfstep.FORMATS["f32"].eps
+    np.testing.assert_allclose(gradient(x, jnp.eye(8)), exact, rtol=8 * single, atol=8 * single)
+    made = Counter(e.primitive.name for e in equations(jax.make_jaxpr(gradient)(x, jnp.eye(8))))
+    assert (made["tanh"], made["sin"]) == (1, 1), "and it is not made again"
+
+
 def test_contractions_part_islands():
     assert len(islands_of(lambda x: jnp.exp(jnp.exp(x @ x) @ x), X)) == 2
 
