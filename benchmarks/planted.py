@@ -55,7 +55,36 @@ class Line:
         return pathlib.Path(self.file).stem
 
 
-ISLANDS = ("autocast/test_islands.py",)
+MICROBATCH = tuple(
+    f"test_microbatch.py::{name}"
+    for name in (
+        "test_sums_are_float32_also_for_narrower_parameters",
+        "test_sums_are_float64_for_parameters_that_are",
+    )
+)
+CUSTOM_RULES = tuple(
+    f"autocast/test_custom_rules.py::{name}"
+    for name in (
+        "test_an_activation_with_its_own_derivative_is_recomputed_with_its_neighbors",
+        "test_a_product_within_an_activation_is_not_computed_again",
+        "test_a_kernel_with_its_own_backward_pass_is_not_run_again",
+    )
+)
+ISLANDS = tuple(
+    f"autocast/test_islands.py::{name}"
+    for name in (
+        "test_what_is_made_of_a_reduced_value_is_recomputed_too",
+        "test_float32_of_a_parameter_that_is_stored_low_is_recomputed",
+        "test_float32_of_float32_before_the_first_contraction_stays_as_it_is",
+    )
+)
+ONE_VALUE = tuple(
+    f"autocast/test_one_value.py::{name}"
+    for name in (
+        "test_8_bits_are_made_of_a_rounded_sum",
+        "test_8_bits_for_the_backward_pass_are_those_of_what_the_forward_pass_saw",
+    )
+)
 LINES = (
     # Gradients of microbatches are summed in float32, also those of narrower parameters.
     Line(
@@ -66,7 +95,7 @@ LINES = (
             "wide = jnp.zeros_like(param, dtype=jnp.float32)",
             "wide = jnp.ones_like(param, dtype=at_least_float32(param.dtype))",
         ),
-        ("test_microbatch.py",),
+        MICROBATCH,
     ),
     Line(
         "_training/microbatch.py",
@@ -77,7 +106,7 @@ LINES = (
             "total = jtu.tree_map(lambda a, g: (a.astype(g.dtype) + g).astype(a.dtype), total, "
             "grads)",
         ),
-        ("test_microbatch.py",),
+        MICROBATCH,
     ),
     # A division by a number belongs to the product before it.
     Line(
@@ -92,7 +121,7 @@ LINES = (
             'if node.name == "div" and is_scalar_literal(node.ins[0]):',
             "if False:",
         ),
-        ("autocast/test_numerics.py", *ISLANDS),
+        ("autocast/test_numerics.py::test_a_product_over_a_number_stays_in_the_compute_dtype",),
     ),
     # Functions with derivatives of their own may be part of an island, unless they are dear.
     Line(
@@ -107,38 +136,38 @@ LINES = (
             "barrier = False",
             "barrier = True",
         ),
-        ("autocast/test_custom_rules.py", *ISLANDS),
+        CUSTOM_RULES,
     ),
     # Which float32 is worth recomputing.
     Line(
         "_autocast/recomputed/islands.py",
-        "return level > 0 or any(",
+        "return plan.levels[index] > 0 or any(_depends_on_low(plan, operand) for operand in "
+        "operands)",
         (
-            "return level > 1 or any(",
-            "return level >= 0 or any(",
-            "return level <= 0 or any(",
-            "return level > 0 or not any(",
-            "return level > 0 and any(",
-            "return any(",
+            "return plan.levels[index] > 1 or any(_depends_on_low(plan, operand) for operand in "
+            "operands)",
+            "return plan.levels[index] >= 0 or any(_depends_on_low(plan, operand) for operand in "
+            "operands)",
+            "return plan.levels[index] <= 0 or any(_depends_on_low(plan, operand) for operand in "
+            "operands)",
+            "return plan.levels[index] > 0 or not any(_depends_on_low(plan, operand) for operand "
+            "in operands)",
+            "return plan.levels[index] > 0 and any(_depends_on_low(plan, operand) for operand in "
+            "operands)",
+            "return plan.levels[index] > 0",
+            "return any(_depends_on_low(plan, operand) for operand in operands)",
+            "return True",
         ),
         ISLANDS,
     ),
     Line(
         "_autocast/recomputed/islands.py",
-        "plan.seen(operand, level) in (Kind.STORED, Kind.LOW, Kind.WIDE)",
+        "plan.kinds[operand].is_low or operand in plan.rounded or operand in plan.too_large",
         (
-            "plan.seen(operand, level) not in (Kind.STORED, Kind.LOW, Kind.WIDE)",
-            "plan.seen(operand, level) in (Kind.LOW, Kind.WIDE)",
-            "plan.seen(operand, level) in (Kind.STORED, Kind.WIDE)",
-            "plan.seen(operand, level) in (Kind.STORED, Kind.LOW)",
-            "True",
+            "operand in plan.rounded or operand in plan.too_large",
+            "plan.kinds[operand].is_low or operand in plan.too_large",
+            "plan.kinds[operand].is_low or operand in plan.rounded",
         ),
-        ISLANDS,
-    ),
-    Line(
-        "_autocast/recomputed/islands.py",
-        "and _depends_on_low(plan, operand)",
-        ("and not _depends_on_low(plan, operand)", ""),
         ISLANDS,
     ),
     # What is kept in 8 bits is a value that every reader sees.
@@ -151,7 +180,7 @@ LINES = (
             "held = list(primals)",
             "held = list(primals) if kept is not None else [settled(x) for x in primals]",
         ),
-        ("autocast/test_store_rules.py",),
+        ONE_VALUE,
     ),
     # The leaf of the only verdict among the parts.
     Line(
@@ -167,7 +196,7 @@ LINES = (
             "leaf = leaves[0] if len(leaves) == 1 else jnp.full_like(finite, -1)",
             "leaf = leaves[0]",
         ),
-        ("test_verdict.py",),
+        ("test_verdict.py::test_two_verdicts_know_their_own_trees",),
     ),
     # Sums of reports.
     Line(
@@ -180,16 +209,6 @@ LINES = (
             "low = sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)",
             "low -= sum(entry.inside_flops.get(compute, 0) * entry.count for entry in entries)",
             "",
-        ),
-        ("explain/test_totals.py",),
-    ),
-    Line(
-        "_explain/totals.py",
-        "entry.flops * entry.count\n        for entry in entries\n        if entry.is_contraction and "
-        "is_low(entry, compute)",
-        (
-            "entry.flops\n        for entry in entries\n        if entry.is_contraction and "
-            "is_low(entry, compute)",
         ),
         ("explain/test_totals.py",),
     ),
@@ -222,7 +241,7 @@ LINES = (
             "count=len(same) - 1)",
             "same[0]",
         ),
-        ("preflight/test_peak.py",),
+        ("preflight/test_peak.py::test_buffers_of_one_line_are_one_row",),
     ),
     # A product with scales: where its second factor is.
     Line(

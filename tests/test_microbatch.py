@@ -111,7 +111,7 @@ def test_float32_sums_do_not_overflow_where_float16_would():
 
 @pytest.mark.parametrize(("dtype", "n"), [("bfloat16", 767), ("float16", 2051), ("float32", 5)])
 def test_sums_are_float32_also_for_narrower_parameters(dtype: str, n: int):
-    """In the parameter's own format, a sum of ones ends at 256 or 2048: one more changes nothing."""
+    """In a 16-bit format, a sum of ones ends at 256 or 2048: one more changes nothing."""
     gradient = halfstep.filter_grad(
         lambda w, x: jnp.sum(w * x),
         policy="bf16:inputs",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Literal
 
 import halfstep
 from halfstep._base import rounding as _settle
@@ -181,6 +182,46 @@ def test_a_recomputed_island_sees_what_the_forward_pass_saw():
 
     made, slope = both(shift)
     assert np.array_equal(slope, made)
+
+
+def squares(shift, x, w):
+    """The derivative of a square is twice what was kept of the value."""
+    seen = x @ w + shift
+    return jnp.sum(jnp.square(seen) @ w), seen
+
+
+EIGHT_BITS = jax.value_and_grad(halfstep.autocast(squares, "bf16,residuals=e4m3"), has_aux=True)
+
+
+def test_8_bits_for_the_backward_pass_are_those_of_what_the_forward_pass_saw():
+    shift, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+    (_, seen), slopes = EIGHT_BITS(shift, x, jnp.eye(64))
+    (_, same), compiled = as_users_compile(EIGHT_BITS)(shift, x, jnp.eye(64))
+    assert np.array_equal(seen, same)
+    assert np.array_equal(slopes, compiled)
+    # It was kept in 8 bits: the significand has four, of which the first is not stored.
+    assert np.array_equal(np.frexp(slopes)[0] * 16, np.round(np.frexp(slopes)[0] * 16))
+    assert not np.array_equal(slopes, 2 * seen)
+
+
+def test_8_bits_are_made_of_a_rounded_sum():
+    """XLA:CPU rounds where a sum has several readers; other compilers read it as it was added."""
+    jaxpr = jax.make_jaxpr(EIGHT_BITS)(*[jnp.ones((64, 64))] * 3).jaxpr
+    rounds = (_settle.NAME, "reduce_precision")
+    makers = {var: e for e in jaxpr.eqns for var in e.outvars if e.primitive.name not in rounds}
+    waiting = [v for v in makers if v.aval.dtype == jnp.float8_e4m3fn]
+    assert waiting
+    read = set()
+    while waiting:
+        if (equation := makers.get(waiting.pop())) is not None and id(equation) not in read:
+            read.add(id(equation))
+            waiting += [var for var in equation.invars if not isinstance(var, Literal)]
+    (total,) = (
+        equation
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "add" and equation.outvars[0].aval.dtype == jnp.bfloat16
+    )
+    assert id(total) not in read
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -124,6 +124,26 @@ def test_a_whole_model(model: str, target: str, platform: str):
     assert max(roles, key=lambda role: roles[role]) == "residuals"
 
 
+def test_buffers_of_one_line_are_one_row():
+    need("cuda")
+    layers, width = 5, 256
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    w = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    x = jax.ShapeDtypeStruct((512, width), jnp.float32)
+    peak = halfstep.preflight(jax.grad(loss), ([w] * layers, x), targets="h100")["h100"].peak
+    assert peak is not None
+    made = [b for b in peak.buffers if b.role == "outputs" and b.array == "float32[256,256]"]
+    # The gradients of all layers; their weights have names of their own.
+    assert [(b.count, b.bytes) for b in made] == [(layers, layers * 4 * width**2)]
+    given = [b for b in peak.buffers if b.role == "parameters"]
+    assert [(b.count, b.bytes) for b in given] == [(1, 4 * width**2)] * layers
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_collective_buffers():
     need("cuda")
