@@ -97,6 +97,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("fuzz_programs", ("--count", "10")),
             Benchmark("loop_state"),
             Benchmark("soak", ("--minutes", "0.5")),
+            Benchmark("planted", ("--only", "verdict")),
             Benchmark("coverage", ()),
         ),
     }

@@ -206,7 +206,7 @@ def test_8_bits_for_the_backward_pass_are_those_of_what_the_forward_pass_saw():
 
 def test_8_bits_are_made_of_a_rounded_sum():
     """XLA:CPU rounds where a sum has several readers; other compilers read it as it was added."""
-    jaxpr = jax.make_jaxpr(EIGHT_BITS)(*[jnp.ones((64, 64))] * 3).jaxpr
+    jaxpr: Any = jax.make_jaxpr(EIGHT_BITS)(*[jnp.ones((64, 64))] * 3).jaxpr
     rounds = (_settle.NAME, "reduce_precision")
     makers = {var: e for e in jaxpr.eqns for var in e.outvars if e.primitive.name not in rounds}
     waiting = [v for v in makers if v.aval.dtype == jnp.float8_e4m3fn]

@@ -182,7 +182,7 @@ def loop(
     compare: str = "compare(%i, %bound), direction=LT",
     config: str = "",
     bound: str = "constant(5)",
-    by: int = 1,
+    by: str = "1",
 ) -> tuple[str, ...]:
     """A loop with one dot in its body, and its parts."""
     entry = f"""
@@ -402,7 +402,7 @@ def test_constants_reach_a_loop_in_a_branch():
 def test_a_loop_that_ends_at_one_number(first: int, by: int, bound: int, turns: int | None):
     parts = loop(
         first=f"constant({first})",
-        by=by,
+        by=str(by),
         bound=f"constant({bound})",
         compare="compare(%i, %bound), direction=NE",
     )
