@@ -157,20 +157,20 @@ LINES = (
     # Which float32 is worth recomputing.
     Line(
         "_autocast/recomputed/islands.py",
-        "return plan.levels[index] > 0 or any(_depends_on_low(plan, operand) for operand in "
+        "return plan.depths[index] > 0 or any(_depends_on_low(plan, operand) for operand in "
         "operands)",
         (
-            "return plan.levels[index] > 1 or any(_depends_on_low(plan, operand) for operand in "
+            "return plan.depths[index] > 1 or any(_depends_on_low(plan, operand) for operand in "
             "operands)",
-            "return plan.levels[index] >= 0 or any(_depends_on_low(plan, operand) for operand in "
+            "return plan.depths[index] >= 0 or any(_depends_on_low(plan, operand) for operand in "
             "operands)",
-            "return plan.levels[index] <= 0 or any(_depends_on_low(plan, operand) for operand in "
+            "return plan.depths[index] <= 0 or any(_depends_on_low(plan, operand) for operand in "
             "operands)",
-            "return plan.levels[index] > 0 or not any(_depends_on_low(plan, operand) for operand "
+            "return plan.depths[index] > 0 or not any(_depends_on_low(plan, operand) for operand "
             "in operands)",
-            "return plan.levels[index] > 0 and any(_depends_on_low(plan, operand) for operand in "
+            "return plan.depths[index] > 0 and any(_depends_on_low(plan, operand) for operand in "
             "operands)",
-            "return plan.levels[index] > 0",
+            "return plan.depths[index] > 0",
             "return any(_depends_on_low(plan, operand) for operand in operands)",
             "return True",
         ),
