@@ -164,7 +164,7 @@ def random_setting(reference: "Reference") -> Setting:
     match kind:
         case "rules":
             # A rule that matches nothing is an error.
-            there = _primitives(case)
+            there = primitives(case)
             rules = [rule for name, rule in _RULES.items() if name in there]
             fields["rules"] = choice.sample(rules, min(len(rules), 2))
         case "keep":
@@ -174,7 +174,7 @@ def random_setting(reference: "Reference") -> Setting:
         case "residuals":
             fields["residuals"] = choice.choice(("e4m3", "e5m2"))
         case "stores":
-            names = [name for name in _primitives(case) if name not in ("pjit",)]
+            names = [name for name in primitives(case) if name not in ("pjit",)]
             outcome = choice.choice(("keep", "recompute", "e4m3", "int4"))
             name = choice.choice(sorted(names)) if names else "*"
             fields["stores"] = (f"store:op:{choice.choice(('*', name))}={outcome}",)
@@ -190,7 +190,7 @@ def random_setting(reference: "Reference") -> Setting:
     return Setting(halfstep.Policy(compute=compute, **fields), options, around)
 
 
-def _primitives(case: Case) -> set[str]:
+def primitives(case: Case) -> set[str]:
     """The names of all operations of a program, forward."""
     with as_users_have_it():
         forward = traced(case.program.function(), case.values)
