@@ -159,8 +159,9 @@ def _around(state: Draft, index: int, path: StatePath, *, is_feeding: bool) -> A
     exact = range(len(node.ins)) if path.outs else ()
     if node.structure is not None and not node.structure.is_opaque:
         exact = exact_operands(node, carries, path)
-    operands = (o for p in exact if not isinstance(o := node.ins[p], Constant))
-    state.reads[index] = {operand: state.kinds[operand] for operand in operands}
+    operands = [o for p in exact if not isinstance(o := node.ins[p], Constant)]
+    if operands:
+        state.reads[index] = {operand: state.kinds[operand] for operand in operands}
     return Around(carries, path, is_feeding)
 
 
