@@ -143,7 +143,7 @@ PROGRAMS = (
     Program(BASE, 128, "same", targets=("h100",)),
     Program(BASE_3, 128, "same", targets=("v5e",)),
     Program(GPT, 8, "same"),
-    Program(GPT_REMAT, 8, "same"),
+    Program(GPT_REMAT, 8, "rounded"),
     Program(GPT_OUT, 8, "same"),
     Program(UNET, 8, "same", targets=("h100",)),
     Program(UNET_1, 8, "same", targets=("v5e",)),

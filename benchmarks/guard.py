@@ -9,12 +9,13 @@ Steps are compiled for an H100 and a TPU v5e by XLA's own compilers, with the fl
 gives them. The programs are in two groups. In the group `same`, no byte may differ from an earlier
 file. In the group `rounded`, values may be rounded elsewhere, and bytes may rise by at most 0.5 %.
 `--compare` prints all differences from the file OLD, and exits with 1 if one of them is not
-allowed. FILE is written after each step. With `--resume`, rows that FILE has are kept, also those
-that another version of halfstep made. Needs `halfstep[cuda-preflight,tpu-preflight]`. Nothing is
-run.
+allowed. FILE is written after each step. Each row has a digest of its program as JAX lowers it, and
+with `--resume`, rows of FILE whose programs have not changed are kept: equal programs are compiled
+to equal bytes. Needs `halfstep[cuda-preflight,tpu-preflight]`. Nothing is run.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -25,6 +26,7 @@ from typing import Any
 # Before JAX is imported: steps are traced here and compiled elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 from tqdm import tqdm
 
 import halfstep
@@ -42,6 +44,7 @@ RISE = 5
 """Thousandths by which figures of the group `rounded` may rise."""
 # Neither a newer Python nor a new version of halfstep should change bytes.
 COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu")
+PLATFORMS = {"h100": "cuda", "v5e": "tpu"}
 PLACE = ("model", "batch", "target", "step")
 COLUMNS = {name: name for name in ("group", *PLACE)}
 
@@ -74,12 +77,22 @@ def jobs(only: Sequence[str] | None = None) -> list[Job]:
     ]
 
 
+def digest(job: Job) -> str:
+    """The digest of a job's program, without source lines."""
+    model, step = job.program.model, STEPS[job.program.step]
+    function = jax.jit(step.of(model.loss), donate_argnums=DONATED)
+    traced = function.trace(*arguments(step, model, job.program.batch))
+    lowered = traced.lower(lowering_platforms=(PLATFORMS[job.target],))
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
 def compiled(job: Job) -> dict[str, Any]:
     """The row of a job."""
     model, batch, step = job.program.model, job.program.batch, STEPS[job.program.step]
     row: dict[str, Any] = {
         "group": job.program.group,
         **dict(zip(PLACE, job.key, strict=True)),
+        "program": digest(job),
     }
     try:
         (entry,) = halfstep.preflight(
@@ -110,7 +123,13 @@ def measure(
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """All rows, with what is needed to make them again; those of an earlier report are kept."""
-    kept = {key(row): row for row in (earlier or {}).get("rows", ())}
+    programs = {job.key: digest(job) for job in jobs(only)} if earlier else {}
+    kept = {
+        key(row): row
+        for row in (earlier or {}).get("rows", ())
+        # Rows of models that are not asked for are kept as they are.
+        if programs.get(key(row), row.get("program")) == row.get("program")
+    }
     if earlier is not None and (other := other_compilers(earlier, results([]))):
         raise SystemExit(f"--resume keeps rows of the same compilers only; differs: {other}.")
     # Compiles for a TPU take longer, and come last.

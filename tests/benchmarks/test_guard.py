@@ -72,9 +72,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[guard.Job]:
         jobs.append(job)
         place = dict(zip(guard.PLACE, job.key, strict=True))
         figures = {**FIGURES, "peak_bytes": 1000 + len(jobs)}
-        return {"group": job.program.group, **place, **figures}
+        return {"group": job.program.group, **place, "program": guard.digest(job), **figures}
 
     monkeypatch.setattr(guard, "compiled", compiled)
+    monkeypatch.setattr(guard, "digest", lambda job: f"program of {job.program.model.name}")
     return jobs
 
 
@@ -88,7 +89,7 @@ def test_a_file_is_compared_as_it_was(asked, tmp_path, capsys: pytest.CaptureFix
     assert len(asked) == 4
 
 
-def test_resume_keeps_rows(asked, tmp_path):
+def test_resume_keeps_rows_of_the_same_programs(asked, tmp_path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "guard.json"
     options = ["--json", str(path), "--only", "ResNet"]
     assert guard.main(options) == 0
@@ -99,6 +100,10 @@ def test_resume_keeps_rows(asked, tmp_path):
     assert models == ["ResNet", "ResNet", "small GPT", "small GPT"]
     made = json.loads(path.read_text())
     assert [row["model"] for row in made["rows"]] == models
+    # Rows whose programs have changed are made again.
+    monkeypatch.setattr(guard, "digest", lambda job: f"{job.target} of {job.program.model.name}")
+    assert guard.main(options) == 0
+    assert len(asked) == 8
     path.write_text(json.dumps({**made, "versions": {**COMPILERS, "jaxlib": "0"}}))
     with pytest.raises(SystemExit, match=r"rows of the same compilers only; differs: jaxlib 0 and"):
         guard.main(options)
