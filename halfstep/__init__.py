@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         half_precision as half_precision,
     )
     from halfstep._explain import (
+        ExplainCarry as ExplainCarry,
         ExplainEntry as ExplainEntry,
         ExplainF8 as ExplainF8,
         ExplainFinding as ExplainFinding,
@@ -109,6 +110,7 @@ else:
                 "ExplainFinding",
                 "ExplainOthers",
                 "ExplainReport",
+                "ExplainCarry",
                 "ExplainResidual",
                 "ExplainTotals",
                 "LintError",

@@ -201,7 +201,9 @@ def test_rules_that_cannot_be_read(text: str, message: str):
 
 
 def test_a_rule_says_what_it_is_for():
-    with pytest.raises(ValueError, match=r"got 'float32' alone\. Give op=, scope=, loop= or where="):
+    with pytest.raises(
+        ValueError, match=r"got 'float32' alone\. Give op=, scope=, loop= or where="
+    ):
         PrecisionRule("float32")
     with pytest.raises(ValueError, match="cannot contain a comma or one of '=@:'"):
         PrecisionRule("float32", op="a=b")

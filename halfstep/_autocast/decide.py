@@ -17,7 +17,7 @@ from halfstep._autocast.nested import Planner
 from halfstep._autocast.picks import PICKS, is_rounded_by_readers, picking_factor
 from halfstep._autocast.plans import FLOAT32, Around, Decision, Settings, held_dtype
 from halfstep._autocast.primitives import COLLECTIVES, CONTRACTIONS, DEAR, TABLE, Rule
-from halfstep._autocast.state import Carry, StatePath, carries_of
+from halfstep._autocast.state import Carry, Reading, StatePath, carries_of
 from halfstep._base import jaxprs_in
 from halfstep._policy import KEEP_SCOPE, Operation, PrecisionFunction, PrecisionRule
 from halfstep._program import Graph, Node, Operand, Scan, While, is_scalar_literal, size
@@ -217,8 +217,9 @@ def read_carries(
     rule = next((rule for rule in readings if rule.matches(operation)), None)
     if rule is None:
         return tuple(found)
-    is_state, by = rule.outcome == "state", str(rule)
-    return tuple(Carry(carry.number, carry.name, is_state, f"rule {by}", by) for carry in found)
+    reading: Reading = "state" if rule.outcome == "state" else "activation"
+    why = f"rule {rule}"
+    return tuple(Carry(carry.number, carry.name, reading, why, str(rule)) for carry in found)
 
 
 def _outcome(node: Node, chosen: PrecisionRule | None) -> Rule | None:

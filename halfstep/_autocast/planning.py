@@ -68,7 +68,7 @@ def plan(
             recipe applies to values that are made of them.
         path: Where the state of a loop around the function enters and leaves it, and which of its
             inputs are weights. State is never rounded.
-        entering: What is known of the inputs, if the operations count as those of the caller.
+        entering: The inputs as the caller knows them, if the operations count as the caller's.
     """
     state = Draft(graph, settings)
     paths = state_nodes(graph, path)

@@ -72,7 +72,7 @@ class Passed(NamedTuple):
     """A value that enters or leaves a function whose operations count as its caller's.
 
     Where a value is rounded must not depend on whether the user recomputes a part of the function.
-    So the inside of a `jax.checkpoint` is planned as if it were written out.
+    So a function in a `jax.checkpoint` is planned as if it were written out.
     """
 
     kind: Kind
@@ -123,7 +123,7 @@ class Decision:
 
 
 class Around(NamedTuple):
-    """What the functions inside an operation are told of what is around it."""
+    """The surroundings of an operation, for planning the functions inside it."""
 
     carries: tuple[Carry, ...] = ()
     """How a loop's carries are read."""
@@ -132,7 +132,7 @@ class Around(NamedTuple):
     is_feeding: bool = False
     """Whether state is computed with its results, before the next contraction."""
     entering: tuple[Passed, ...] = ()
-    """What is known of its operands, if its operations count as written out."""
+    """Its operands as the caller knows them, if its operations count as written out."""
 
     def paths(self, node: Node) -> list[StatePath]:
         """Return where state enters and leaves each function inside the operation."""
@@ -217,7 +217,7 @@ class Plan:
     )
     """The kinds in which operations read values, where it is not for their depth to say."""
     results: tuple[Passed, ...] = ()
-    """What is known of the function's results."""
+    """The function's results as its plan knows them."""
 
     @property
     def has_barrier(self) -> bool:

@@ -17,7 +17,7 @@ state.
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -36,7 +36,7 @@ class Origins(NamedTuple):
     free: int = 0
     """Inputs with a path of operations that are not contractions."""
     shared: int = 0
-    """Inputs with a path through contractions, none of which reads weights of its own."""
+    """Inputs with a path through contractions that all read shared weights or activations."""
     own: int = 0
     """Inputs with a path through a contraction that reads weights of its own in each iteration."""
     iterations: float = 1
@@ -176,6 +176,9 @@ def contracts(node: Node) -> bool:
 # How a loop's carries are read.
 
 
+Reading = Literal["state", "activation", "neither"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Carry:
     """A floating-point carry of a loop, as autocast reads it."""
@@ -183,11 +186,16 @@ class Carry:
     number: int
     """Its place among the carries."""
     name: str
-    """What the body calls it, as far as JAX says."""
-    is_state: bool
+    """Its name in the body, as far as JAX says."""
+    reading: Reading
     reason: str
     by: str = ""
     """The user's rule that has decided, if one has."""
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it stays float32 in all iterations."""
+        return self.reading == "state"
 
 
 class StatePath(NamedTuple):
@@ -203,9 +211,7 @@ NO_STATE = StatePath()
 
 
 def carries_of(node: Node, around: StatePath = NO_STATE) -> tuple[Carry, ...]:
-    """Return how each carry of a loop that depends on itself is read.
-
-    A carry that is handed on unchanged, or that is made anew in every iteration, is left out.
+    """Return how each floating-point carry of a loop is read.
 
     Args:
         node: The operation; one that is not a loop has no carries.
@@ -234,33 +240,35 @@ def carries_of(node: Node, around: StatePath = NO_STATE) -> tuple[Carry, ...]:
         ]
         times = math.inf if is_while else body.times * max(circle, default=1)
         free, shared, own = (bool(bits >> place & 1) for bits in (end.free, end.shared, end.own))
-        read = _read(free, shared, own, length=times)
-        if read is not None:
-            is_state, reason = read
-            operand = (body.operands or ())[body.carried.start + place]
-            if operand in around.ins and place in around.outs and not is_state:
-                is_state, reason = True, "it is state of a loop around this one"
-            name = names[position] if (position := body.carried[place]) < len(names) else ""
-            found.append(Carry(place, name or f"carry {place}", is_state, reason))
+        position = body.carried[place]
+        operand = (body.operands or ())[position]
+        if not is_float(graph.avals[graph.inputs[position]]):
+            continue
+        reading, reason = _read(free, shared, own, length=times)
+        if not (free or shared or own) and end.same >> place & 1:
+            reason = "every iteration hands it on unchanged"
+        elif reading == "activation" and operand in around.ins and place in around.outs:
+            reading, reason = "state", "it is state of a loop around this one"
+        name = names[position] if position < len(names) else ""
+        found.append(Carry(place, name or f"carry {place}", reading, reason))
     return tuple(found)
 
 
-def _read(free: bool, shared: bool, own: bool, *, length: float) -> tuple[bool, str] | None:
-    """Return whether a carry is state, and why; `None` if it does not depend on itself."""
+def _read(free: bool, shared: bool, own: bool, *, length: float) -> tuple[Reading, str]:
+    """Return how a carry is read by the kinds of paths to itself, and why."""
     if not (free or shared or own):
-        return None
+        return "neither", "every iteration makes it anew"
     if length == math.inf:
-        return True, "a `while` loop may run for any number of iterations"
+        return "state", "nobody knows how often a `while` loop runs"
     if not (shared or own):
-        return True, "it reaches itself without a matrix product"
+        return "state", "it reaches itself without a matrix product"
     if not free:
-        return False, "it reaches itself only through matrix products"
+        return "activation", "it reaches itself only through matrix products"
     if not shared:
-        return False, "its matrix products read weights of their own in each iteration"
-    times = f"{length:.0f} iterations"
+        return "activation", "each iteration multiplies it with weights of its own"
     if length >= LONG:
-        return True, f"it adds up over {times} ({LONG} or more) through shared weights"
-    return False, f"it adds up over only {times} (fewer than {LONG})"
+        return "state", f"it adds up over {length:.0f} iterations, {LONG} or more"
+    return "activation", f"it adds up over {length:.0f} iterations, fewer than {LONG}"
 
 
 # The operations on the way from the state of one iteration to that of the next.

@@ -29,6 +29,7 @@ from halfstep._base import (
     refusing,
 )
 from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy, recipes_of
+from halfstep._program import Scan, While
 
 
 @overload
@@ -297,17 +298,20 @@ def check_rules(plan: Plan) -> None:
     if not rules:
         return
     used, names, scopes = set(), set(), set()
+    loops = set[str]()
     for owner, index in decided(plan):
         node = owner.graph.nodes[index]
         decision = owner.decisions[index]
         used |= {decision.by, decision.stored_by, decision.recipe_by}
         used |= {carry.by for carry in decision.carries}
         names.add(node.name)
+        if isinstance(node.structure, Scan | While):
+            loops.add(node.structure.name)
         parts = node.scope.split("/")
         scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}
     for rule in rules:
         if str(rule) not in used:
-            found = _candidates(rule, names, scopes)
+            found = _candidates(rule, names, scopes, loops)
             raise ValueError(
                 f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is "
                 f"for all of it. Nearest candidates: {found}. An "
@@ -317,9 +321,13 @@ def check_rules(plan: Plan) -> None:
             )
 
 
-def _candidates(rule: PrecisionRule | StoreRule, names: set[str], scopes: set[str]) -> str:
-    """Return the operations and scopes of a function that come nearest to those in a rule."""
+def _candidates(
+    rule: PrecisionRule | StoreRule, names: set[str], scopes: set[str], loops: set[str]
+) -> str:
+    """Return the operations, loops and scopes of a function that come nearest to those in a rule."""
     near = []
+    if isinstance(rule, PrecisionRule) and (rule.loop is not None or rule.is_reading):
+        near.append(f"functions of loops: {_nearest(rule.loop or '', loops)}")
     if rule.op is not None and rule.op not in names:
         near.append(f"operations: {_nearest(rule.op, names)}")
     if rule.scope is not None:

@@ -1,5 +1,6 @@
 """Explain what runs in which precision, why, and what is wrong with it."""
 
+from halfstep._explain.carry_rows import ExplainCarry as ExplainCarry
 from halfstep._explain.entries import (
     ExplainEntry as ExplainEntry,
     Typed as Typed,

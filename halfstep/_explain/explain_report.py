@@ -21,6 +21,7 @@ from halfstep._base import (
     shortened,
     size,
 )
+from halfstep._explain.carry_rows import ExplainCarry
 from halfstep._explain.entries import ExplainEntry
 from halfstep._explain.findings import ExplainFinding
 from halfstep._explain.residual_rows import ExplainResidual
@@ -94,6 +95,7 @@ class ExplainReport(Report):
         recipe: The policy's recipe for products in 8 or 4 bits, if it has one.
         residuals: Every value that is kept for the backward pass, the largest first, and those that
             rules recompute.
+        carries: Every floating-point carry of a loop: its dtype, and why.
 
     Example:
         ```python
@@ -116,9 +118,12 @@ class ExplainReport(Report):
     notes: tuple[str, ...]
     recipe: Recipe | None = None
     residuals: tuple[ExplainResidual, ...] = ()
+    carries: tuple[ExplainCarry, ...] = ()
 
     def __str__(self) -> str:
         parts = [_summary(self), *map(str, self.findings), self.table()]
+        if self.carries:
+            parts.append(self.carry_table())
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
@@ -144,6 +149,11 @@ class ExplainReport(Report):
         ]
         return aligned([head, *cells], [True, *[False] * 6])
 
+    def carry_table(self) -> str:
+        """Return what the loops carry as a table."""
+        head, *rows = _carries(self.carries)
+        return aligned([head, *rows], [False] * len(head))
+
     def at(self, place: str) -> tuple[ExplainEntry, ...]:
         """Return the operations of a source line, `"model.py:41"`, or of a file, `"model.py"`."""
         # Both paths get a slash in front, so that `model.py` does not stand for `my_model.py`.
@@ -168,6 +178,7 @@ class ExplainReport(Report):
             "operations": [entry.to_dict() for entry in self.operations],
             "notes": list(self.notes),
             "residuals": [residual.to_dict() for residual in self.residuals],
+            "carries": [carry.to_dict() for carry in self.carries],
         }
 
     @checked
@@ -202,6 +213,19 @@ class ExplainReport(Report):
         found = _misses(self, low=low, max_findings=max_findings, f8=f8)
         if found:
             raise LintError(found)
+
+
+def _carries(carries: Sequence[ExplainCarry]) -> list[list[str]]:
+    """Return a heading and a row for each carry."""
+    # A loop's carries are often many arrays that are read in the same way.
+    head = ["carry", "type", "read as", "because", "loop", "to change it"]
+    return [
+        head,
+        *(
+            [c.name, str(c.type), c.reading, c.reason, f"{c.loop} of {c.source.short}", c.rule]
+            for c in carries
+        ),
+    ]
 
 
 def _summary(report: ExplainReport) -> str:
@@ -333,6 +357,9 @@ def _html(report: ExplainReport) -> str:
         for source, row in shown
     ]
     parts.append(f'<div style="{_SCROLL}">{html_table(head, cells, [True] * len(cells))}</div>')
+    if report.carries:
+        head, *rows = ([(cell, False) for cell in row] for row in _carries(report.carries))
+        parts.append(f'<div style="{_SCROLL}">{html_table(head, rows, [True] * len(rows))}</div>')
     notes = [_ISLAND]
     moved = _left_out(report.operations)
     if moved:

@@ -21,6 +21,7 @@ from halfstep._autocast import (
     trace,
 )
 from halfstep._base import ClosedJaxpr, FlatCall, checked, listed, option_names, refusing, size
+from halfstep._explain.carry_rows import carry_rows
 from halfstep._explain.cotangents import scale_sensitive
 from halfstep._explain.entries import is_float, name_of
 from halfstep._explain.explain_report import ExplainReport
@@ -153,6 +154,7 @@ def explain(
             tuple(notes),
             next(iter(recipes_of(policy.recipe, policy.rules)), None),
             rows(stored or (), steps),
+            tuple(carry_rows(root, finder)),
         )
 
     return refusing(explain, option_names(explain), func, explained)
