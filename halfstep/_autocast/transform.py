@@ -324,7 +324,7 @@ def check_rules(plan: Plan) -> None:
 def _candidates(
     rule: PrecisionRule | StoreRule, names: set[str], scopes: set[str], loops: set[str]
 ) -> str:
-    """Return the operations, loops and scopes of a function that come nearest to those in a rule."""
+    """Return the operations, loops and scopes of a function that come nearest to a rule."""
     near = []
     if isinstance(rule, PrecisionRule) and (rule.loop is not None or rule.is_reading):
         near.append(f"functions of loops: {_nearest(rule.loop or '', loops)}")
