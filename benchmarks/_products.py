@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep._preflight.hlo.contraction_flops import contraction, custom_call_target, decoded
-from halfstep._preflight.hlo.parser import Computation, Instruction, parse
-from halfstep._preflight.hlo.trip_counts import ValueFrame, body_frame, trip_count
+from halfstep._preflight.hlo.contraction_flops import contraction, decoded
+from halfstep._preflight.hlo.program import Computation, Instruction, read_module
+from halfstep._preflight.hlo.trip_counts import ValueFrame, loop_frames, trip_count
+from halfstep._preflight.hlo.wire import Message
 
 MULTIPLE = 16
 """What the sizes of a product in 8 bits are multiples of."""
@@ -91,9 +92,9 @@ class Count:
         }
 
 
-def count(text: str) -> Count:
+def count(program: bytes) -> Count:
     """Count the products of a program, each as often as its loop turns."""
-    found = products(text)
+    found = products(program)
 
     def total(chosen: Iterable[Product]) -> int:
         return sum(found[product] for product in chosen)
@@ -111,13 +112,13 @@ def count(text: str) -> Count:
     )
 
 
-def products(text: str) -> Counter[Product]:
+def products(program: bytes) -> Counter[Product]:
     """The products of a program, and how often each is computed in one run.
 
     Args:
-        text: The optimized HLO of a program for a GPU.
+        program: An optimized program for a GPU, a message `xla.HloProto`.
     """
-    module = parse(text)
+    module = read_module(Message(program).raw(1))
     found: Counter[Product] = Counter()
     _add(found, ValueFrame(module, module.entry), 1)
     return found
@@ -130,13 +131,13 @@ def _add(found: Counter[Product], frame: ValueFrame, times: int) -> None:
                 turns = trip_count(frame, instruction)
                 if turns is None:
                     raise instruction.error("a loop whose number of turns is known")
-                _add(found, body_frame(frame, instruction, "body"), times * turns)
+                _add(found, loop_frames(frame, instruction)[0], times * turns)
             case "conditional":
                 raise instruction.error("a program without branches")
             case "fusion" | "call" | "async":
                 if instruction.opcode.endswith(("-done", "-update")):
                     continue
-                (called,) = frame.module.called(instruction, "calls", "to_apply")
+                (called,) = frame.module.called(instruction)
                 _add(found, frame.call(instruction, called), times)
             case _:
                 made = _product(frame.computation, instruction)
@@ -153,13 +154,13 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
         seen = decoded(seen)
     lhs, rhs = seen.lhs, seen.rhs
     if instruction.base in ("dot", "scaled-dot"):
-        summed = instruction.integers("lhs_contracting_dims", "")
-        batch = instruction.integers("lhs_batch_dims", "{}")
-    elif "cublas" in custom_call_target(instruction):
+        summed = instruction.dot_dimensions.integers(1)
+        batch = instruction.dot_dimensions.integers(3)
+    elif "cublas" in instruction.target:
         numbers = _numbers(instruction)
         summed = [int(axis) for axis in numbers.get("lhs_contracting_dimensions", ())]
         batch = [int(axis) for axis in numbers.get("lhs_batch_dimensions", ())]
-    elif custom_call_target(instruction).startswith("mosaic_gpu"):
+    elif instruction.target.startswith("mosaic_gpu"):
         # The kernel for blocks: rows with rows.
         batch, summed = [0], [2]
     else:
@@ -177,5 +178,5 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
 
 
 def _numbers(instruction: Instruction) -> dict[str, Any]:
-    config = json.loads(instruction.text("backend_config"))
+    config = json.loads(instruction.backend_config)
     return config["gemm_backend_config"]["dot_dimension_numbers"]

@@ -127,7 +127,7 @@ def compile_rows(jobs: Sequence[tuple[Program, Sequence[str]]]) -> list[Row]:
     bar = tqdm(total=total, desc="compile", unit="program")
     for program, policies in jobs:
         plain = compiled(program.step("f32"), program.arguments("f32"), program.target, "library")
-        reference = count(plain.hlo)
+        reference = count(plain.proto)
         for policy in policies:
             for gemm in GEMMS:
                 bar.set_postfix_str(f"{program.name}, {policy}, {gemm}")
@@ -148,7 +148,7 @@ def compile_rows(jobs: Sequence[tuple[Program, Sequence[str]]]) -> list[Row]:
 
 def facts(entry: Any, reference: Count) -> Row:
     """Of a program: its products, and what it gathers."""
-    found: Row = count(entry.hlo).beside(reference)
+    found: Row = count(entry.proto).beside(reference)
     found["f8_share_of_flops"] = round(found["f8_share_of_flops"], 6)
     if entry.devices > 1:
         found["gathered_bytes"] = gathered(entry)
@@ -226,7 +226,7 @@ def linen_rows(
         grad = jax.grad(case.loss)
         return compiled(lambda p, x: grad(p, x), (case.params, batch), "h100", gemm)
 
-    reference = count(made(base, "library").hlo)
+    reference = count(made(base, "library").proto)
     ours = Case(base.params, halfstep.autocast(base.loss, "f8"))
     every: dict[str, Callable[[], Case]] = {OURS: lambda: ours, **makers}
     rows: list[Row] = []

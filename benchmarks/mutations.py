@@ -160,7 +160,7 @@ def _write_cache(folder: pathlib.Path) -> pathlib.Path:
     work.mkdir()
     answer = {"memory": {"temp_size_in_bytes": 5}, "estimates": {"flops": 2.0}}
     (work / "answer.json").write_text(json.dumps(answer))
-    for name, content in (("program.hlo.gz", b"HloModule step"), ("buffers.pb.gz", b"buffers")):
+    for name, content in (("program.hlo.gz", b"HloModule step"), ("program.pb.gz", b"program")):
         (work / name).write_bytes(gzip.compress(content))
     os.environ["HALFSTEP_CACHE_DIR"] = str(folder)
     compiler.save_answer("ab", work)

@@ -14,6 +14,7 @@ import halfstep
 from benchmarks import _f8_models, _f8_peers, _f8_tables, _products, fp8
 from tests.models.transformers import Case
 from tests.preflight._compilers import need
+from tests.preflight._programs import dump
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -70,7 +71,7 @@ ENTRY %main (x.1: f8e4m3fn[64,32], w.1: f8e5m2[32,16], v: bf16[32,16], q: bf16[4
 
 
 def test_what_is_converted_before_is_not_in_8_bits():
-    found = _products.count(FUSED)
+    found = _products.count(dump(FUSED))
     # Seven turns of the loop, what was converted, attention, and one with eight columns.
     assert (found.total, found.f8, found.eligible) == (10, 7, 8)
     assert (found.of_activations, found.odd) == (1, 1)
@@ -96,7 +97,7 @@ def test_what_is_eligible_is_said_by_the_reference():
 def test_a_loop_without_an_end_is_refused():
     endless = FUSED.replace('"n":"7"', '"m":"7"').replace("constant(7)", "parameter(1)")
     with pytest.raises(ValueError, match="number of turns"):
-        _products.count(endless)
+        _products.count(dump(endless))
 
 
 # Its parts, on a CPU.
@@ -252,7 +253,7 @@ def test_a_refused_program_is_a_row(monkeypatch: pytest.MonkeyPatch):
     def made(step: Any, args: Any, target: str, gemm: str) -> Any:
         if gemm == "triton":
             raise halfstep.PreflightError("no tiles\nat all")
-        return type("Entry", (), {"hlo": FUSED, "devices": 1})
+        return type("Entry", (), {"proto": dump(FUSED), "devices": 1})
 
     monkeypatch.setattr(fp8, "compiled", made)
     rows = fp8.compile_rows([(_f8_models.dense(), ("f8",))])

@@ -21,6 +21,7 @@ from halfstep.cli import main
 from tests.cli import _steps
 from tests.preflight._compilers import need
 from tests.preflight._entries import entry, peak
+from tests.preflight._programs import dump
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = "tests.cli._steps"
@@ -56,7 +57,7 @@ def made_up(program: Program, target: Target, **settings: Any) -> CompilerAnswer
         "temp_size_in_bytes": temporaries,
         "peak_memory_in_bytes": arguments + temporaries,
     }
-    return CompilerAnswer(memory, {}, HLO, flags, gemm, {"jax": jax.__version__})
+    return CompilerAnswer(memory, {}, HLO, flags, gemm, {"jax": jax.__version__}, dump(HLO))
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
     from halfstep._preflight.target.targets import parse_target
     from halfstep.kernels.flash_update import Leaf, Scalars, Spec, flash_update
     from halfstep.quant import groups_for
+    from tests.preflight._programs import proto_of
 
     axes, shape = case.get("axes"), tuple(case["shape"])
     count = 1 if axes is None else 4
@@ -83,6 +84,7 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
     )
     compiled = step.lower(leaf, array(shape, jnp.bfloat16), by).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
+    program = analyze(proto_of(compiled))
     assert memory is not None
     assert text is not None
     size = math.prod(shape) // count
@@ -92,7 +94,7 @@ def facts(target: str, case: dict[str, Any]) -> dict[str, Any]:
         "peak": (memory.peak_memory_in_bytes + code) / size,
         "temp": memory.temp_size_in_bytes,
         "collectives": sorted(set(found)),
-        "traffic": sum((k.read + k.written) * k.count for k in analyze(text).kernels) / size,
+        "traffic": sum((k.read + k.written) * k.count for k in program.kernels) / size,
         "implementation": "kernel" if re.search(r"mosaic_gpu|tpu_custom_call", text) else "XLA",
     }
 

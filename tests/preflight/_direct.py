@@ -3,6 +3,7 @@
 `python -m tests.preflight._direct CASE PLATFORM` in an environment in which compilers work.
 """
 
+import base64
 import json
 import os
 import sys
@@ -43,6 +44,7 @@ def main(case: str, platform: str) -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from tests.preflight import _cases
+    from tests.preflight._programs import proto_of
 
     many = case == "transformer"
     if platform == "cuda":
@@ -76,7 +78,7 @@ def main(case: str, platform: str) -> None:
     names = ("argument", "output", "alias", "temp", "generated_code")
     facts = {name: getattr(memory, f"{name}_size_in_bytes") for name in names}
     facts["peak"] = memory.peak_memory_in_bytes
-    facts["hlo"] = compiled.as_text()
+    facts["proto"] = base64.b64encode(proto_of(compiled)).decode()
     sys.stdout.write(json.dumps(facts))
     sys.stdout.flush()
     os._exit(0)

@@ -1,36 +1,25 @@
 """Who writes a buffer, in programs that no compiler here makes at once."""
 
-from typing import Any
-
-from halfstep._preflight.hlo.buffer_assignment import HloGraph, HloNode
 from halfstep._preflight.hlo.buffer_uses import BufferUses
+from halfstep._preflight.hlo.program import read_module
+from tests.preflight._programs import program, proto
+from tests.preflight._protos import changed, without
 
 
 def test_a_call_without_operands():
     """So a TPU v7x calls its sparse core to lay out an array differently."""
-
-    def node(number: int, opcode: str, computation: int, **more: Any) -> HloNode:
-        empty = {"operands": (), "called": (), "parameter": 0, "element": 0}
-        return HloNode(
-            id=number,
-            name=f"{opcode}.{number}",
-            opcode=opcode,
-            computation=computation,
-            **{**empty, **more},
-            op_name="jit(step)/add",
-            source="train.py:1",
-            _shape=b"",
-        )
-
-    start = node(1, "async-start", 0, called=(1,))
-    inside = (node(2, "parameter", 1), node(3, "copy", 1, operands=(2,)))
-    graph = HloGraph(
-        nodes={one.id: one for one in (start, *inside)},
-        members={0: (start,), 1: inside},
-        roots={0: 1, 1: 3},
-        entry=0,
-    )
-    uses = BufferUses(graph)
-    for value, index in ((start, (1,)), (inside[1], ())):
+    inner = """
+%inner (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %copied = f32[4] copy(%p), metadata={op_name="jit(step)/add"}
+}"""
+    entry = """
+        %x = f32[4] parameter(0)
+        %start = ((f32[4]), f32[4], u32[]) async-start(%x), calls=%inner
+        ROOT %done = f32[4] async-done(%start)"""
+    module = read_module(changed(proto(program(entry, inner)), "start", without(36)))
+    named = {one.name: one for one in module.instructions.values()}
+    uses = BufferUses(module)
+    for value, index in ((named["start"], (1,)), (named["copied"], ())):
         (writer,) = uses.writers(value, index)
-        assert writer.origin is inside[1]
+        assert writer.origin is named["copied"]

@@ -26,8 +26,8 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     (made / "answer.json").write_text(json.dumps(ANSWER))
     with gzip.open(made / "program.hlo.gz", "wt") as file:
         file.write("HloModule step")
-    with gzip.open(made / "buffers.pb.gz", "wb") as file:
-        file.write(b"buffers")
+    with gzip.open(made / "program.pb.gz", "wb") as file:
+        file.write(b"program")
     return made
 
 
@@ -39,7 +39,7 @@ def test_round_trip(folder: pathlib.Path, cache: pathlib.Path):
     assert _compiler.load_answer(name) == (
         ANSWER,
         "HloModule step",
-        b"buffers",
+        b"program",
     )
     assert [entry.name for entry in cache.iterdir()] == [name], "no half-made entry is left"
 
@@ -51,7 +51,7 @@ def test_a_key_is_of_everything_asked():
     assert _compiler.cache_key(asked) == _compiler.cache_key(dict(reversed(asked.items())))
 
 
-FILES = ["answer.json", "program.hlo.gz", "buffers.pb.gz"]
+FILES = ["answer.json", "program.hlo.gz", "program.pb.gz"]
 
 
 @pytest.mark.parametrize("file", [*FILES, "files.sha256"])

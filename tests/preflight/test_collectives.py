@@ -7,9 +7,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from halfstep._preflight.hlo.analysis import Collective, analyze
+from halfstep._preflight.hlo.program import read_module
 from tests.preflight._programs import ADD, compiled, count, fixture
 
-GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true"
+GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,8 @@ def test_counts_by_hand(line: str, expected: list[Collective]):
             Collective("all-gather", "float32", 128, 1),
         ),
         (
-            f"((f32[8], f32[2]), (f32[32], f32[8])) all-gather-start(%x, %s), {GROUPS}",
+            f"((f32[8], f32[2]), (f32[32], f32[8])) all-gather-start(%x, %s), {GROUPS}, "
+            "dimensions={0}",
             "(f32[32], f32[8]) all-gather-done(%c)",
             Collective("all-gather", "float32", 160, 1),
         ),
@@ -129,17 +131,20 @@ def test_counts_by_hand(line: str, expected: list[Collective]):
             Collective("all-reduce", "float32", 32, 1),
         ),
         (
-            f"((f32[8], f32[2]), (f32[8], f32[2])) all-reduce-start(%x, %s), {GROUPS}",
+            f"((f32[8], f32[2]), (f32[8], f32[2])) all-reduce-start(%x, %s), {GROUPS}, "
+            "to_apply=%add",
             "(f32[8], f32[2]) all-reduce-done(%c)",
             Collective("all-reduce", "float32", 40, 1),
         ),
         (
-            f"((f32[8]), f32[2]) reduce-scatter-start(%x), {GROUPS}, to_apply=%add",
+            f"((f32[8]), f32[2]) reduce-scatter-start(%x), {GROUPS}, dimensions={{0}}, "
+            "to_apply=%add",
             "f32[2] reduce-scatter-done(%c)",
             Collective("reduce-scatter", "float32", 32, 1),
         ),
         (
-            "(f32[8], f32[8], u32[], u32[]) collective-permute-start(%x), channel_id=1",
+            "(f32[8], f32[8], u32[], u32[]) collective-permute-start(%x), channel_id=1, "
+            "source_target_pairs={{0,1}}",
             "f32[8] collective-permute-done(%c)",
             Collective("collective-permute", "float32", 32, 1),
         ),
@@ -234,9 +239,12 @@ def test_a_real_all_reduce_of_two_dtypes():
 def test_a_real_collective_that_is_spread_over_fusions_counts_once():
     # Two gathers of (4096, 4096) weights; one starts in a fusion, runs beside a dot and ends in a
     # third, and stands in all three of them.
-    text = fixture("v5e_async_collective")
-    assert text.count(" all-gather(") == 4
-    assert analyze(text).collectives == (Collective("all-gather", "bfloat16", 2 * 4096**2 * 2, 2),)
+    program = fixture("v5e_async_collective")
+    gathers = [i for i in read_module(program).instructions.values() if i.opcode == "all-gather"]
+    assert len(gathers) == 4
+    assert analyze(program).collectives == (
+        Collective("all-gather", "bfloat16", 2 * 4096**2 * 2, 2),
+    )
 
 
 def test_real_fsdp_steps():

@@ -31,7 +31,7 @@ def agree(entry: halfstep.PreflightEntry, facts: dict[str, Any]) -> None:
     in_use += facts["generated_code"]
     assert entry.peak_bytes == pytest.approx(in_use, rel=0.02)
     assert sum(entry.memory.values()) == entry.peak_bytes
-    analysis = analyze(facts["hlo"])
+    analysis = analyze(facts["proto"])
     assert entry.traffic_bytes == pytest.approx(analysis.traffic_bytes, rel=0.02)
     assert entry.contractions == analysis.contractions
 
@@ -92,7 +92,7 @@ def test_a_step_over_256_tpus_and_its_collectives():
 def _sharded(entry: halfstep.PreflightEntry, args: Any, facts: dict[str, Any]) -> None:
     agree(entry, facts)
     assert entry.devices == 256
-    assert entry.collectives == analyze(facts["hlo"]).collectives
+    assert entry.collectives == analyze(facts["proto"]).collectives
     layers = sum(leaf.size for leaf in jax.tree.leaves(args[0]["layers"]))
     weights = layers + args[0]["embedding"].size
     assert 1.05e9 < weights < 1.2e9

@@ -19,7 +19,7 @@ from halfstep._preflight.hlo.analysis import analyze
 from halfstep._preflight.hlo.products import f8_count
 from tests.preflight._compilers import need, own_cache as own_cache
 from tests.preflight._entries import entry
-from tests.preflight._programs import fixture, program
+from tests.preflight._programs import fixture, program, proto
 
 HEAD = """
 FileNames
@@ -63,8 +63,9 @@ LOOP = """
 metadata={op_name="jit(step)/while/body/halfstep_f8/dot_general" stack_frame_id=3}
   ROOT %t = (s32[], f32[4,4]) tuple(%next, %d)
 }"""
-MIXED = program(
-    """
+MIXED = proto(
+    program(
+        """
     %zero = s32[] constant(0)
     %w = f32[4,4] parameter(0)
     %init = (s32[], f32[4,4]) tuple(%zero, %w)
@@ -77,8 +78,9 @@ metadata={op_name="jit(step)/transpose(jvp(mlp))/halfstep_f8/dot_general" stack_
 metadata={op_name="jit(step)/halfstep_rounded/dot_general" source_file="a.py" source_line=5}
     ROOT %o = f32[4,4] dot(%lost, %blocks), lhs_contracting_dims={1}, rhs_contracting_dims={0}
     """,
-    LOOP,
-).replace("HloModule test\n", f"HloModule test\n{HEAD}")
+        LOOP,
+    ).replace("HloModule test\n", f"HloModule test\n{HEAD}")
+)
 
 
 def test_every_product_with_its_place_and_loops_by_their_turns():

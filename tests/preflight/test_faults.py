@@ -16,8 +16,10 @@ import pytest
 import halfstep
 from halfstep._preflight.compile import compiler as _compile, requirements as _requirements
 from tests.preflight._compilers import ROOT, own_cache as own_cache
+from tests.preflight._programs import dump, program
 
 VECTOR = jax.ShapeDtypeStruct((8,), jnp.float32)
+PROGRAM = dump(program("ROOT %x = f32[8]{0} parameter(0)"))
 
 
 @pytest.fixture(autouse=True)
@@ -192,10 +194,9 @@ def test_the_library_makes_what_triton_refuses(worker: Any):
         "names = ('argument', 'output', 'alias', 'temp')\n"
         "memory = {f'{name}_size_in_bytes': 1 for name in names}\n"
         "with gzip.open(folder / 'program.hlo.gz', 'wt') as file:\n"
-        "    file.write('HloModule m\\n\\nENTRY %main (x: f32[8]) -> f32[8] {\\n'\n"
-        "               '  ROOT %x = f32[8]{0} parameter(0)\\n}\\n')\n"
-        "with gzip.open(folder / 'buffers.pb.gz', 'wb') as file:\n"
-        "    file.write(b'')\n"
+        "    file.write('HloModule m')\n"
+        "with gzip.open(folder / 'program.pb.gz', 'wb') as file:\n"
+        f"    file.write({PROGRAM!r})\n"
         "answer = {'error': 'no tiles'} if refused else {'memory': memory, 'estimates': {}}\n"
         "(folder / 'answer.json').write_text(json.dumps(answer))\n"
     )
@@ -217,10 +218,9 @@ def test_an_answer_that_an_older_halfstep_kept_is_not_taken(
         "names = ('argument', 'output', 'alias', 'temp')\n"
         "memory = {f'{name}_size_in_bytes': 1 for name in names}\n"
         "with gzip.open(folder / 'program.hlo.gz', 'wt') as file:\n"
-        "    file.write('HloModule m\\n\\nENTRY %main (x: f32[8]) -> f32[8] {\\n'\n"
-        "               '  ROOT %x = f32[8]{0} parameter(0)\\n}\\n')\n"
-        "with gzip.open(folder / 'buffers.pb.gz', 'wb') as file:\n"
-        "    file.write(b'')\n"
+        "    file.write('HloModule m')\n"
+        "with gzip.open(folder / 'program.pb.gz', 'wb') as file:\n"
+        f"    file.write({PROGRAM!r})\n"
         "answer = {'memory': memory, 'estimates': {}}\n"
         "(folder / 'answer.json').write_text(json.dumps(answer))\n"
     )
@@ -231,6 +231,24 @@ def test_an_answer_that_an_older_halfstep_kept_is_not_taken(
     monkeypatch.setattr(_compile, "_ANSWER_VERSION", 0)
     preflight()
     assert pid.exists()
+
+
+def test_neither_the_executable_nor_the_dump_has_the_program(worker: Any, own_cache: pathlib.Path):
+    worker(
+        "import gzip\n"
+        "for name in ('program.hlo.gz', 'program.pb.gz'):\n"
+        "    with gzip.open(folder / name, 'wb') as file:\n"
+        "        file.write(b'')\n"
+        "answer = {'memory': {'temp_size_in_bytes': 1}, 'estimates': {}}\n"
+        "(folder / 'answer.json').write_text(json.dumps(answer))\n"
+    )
+    with pytest.raises(
+        halfstep.PreflightError,
+        match=r"a message `xla.HloModuleProto`\. For h100 there came none: the executable of JAX "
+        r"test has no `hlo_modules\(\)`, .* Try flags that leave XLA's dump alone",
+    ):
+        preflight()
+    assert not own_cache.exists(), "such an answer is not kept"
 
 
 def test_what_the_worker_is_given(worker: Any, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from jax import lax
 import halfstep.kernels._block_product as block_product
 from halfstep._preflight.hlo.analysis import Contraction, analyze
 from halfstep._preflight.hlo.contraction_flops import _valid_positions
-from tests.preflight._programs import compiled, count, fixture
+from tests.preflight._programs import compiled, count, fixture, program as written, proto
+from tests.preflight._protos import changed, message, put, without
 
 F32 = ("float32", "float32", "float32")
 
@@ -142,11 +144,11 @@ def test_dtypes_are_those_of_the_instruction():
         %x = f32[4,4] fusion(%a, %b), kind=kCustom, calls=%f
         %y = f32[4,4] fusion(%x, %b), kind=kCustom, calls=%f
         %z = f32[4,4] dot(%y, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+        %i = s8[4,4] parameter(2)
         ROOT %w = s32[4,4] custom-call(%i, %i), custom_call_target="__cublas$gemm",\
  backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
 {"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
-"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
-        %i = s8[4,4] parameter(2)""",
+"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}""",
         inner,
     )
     assert set(analysis.contractions) == {
@@ -254,8 +256,7 @@ def test_kernel_for_blocks_of_128():
 
 
 def test_what_may_compute_is_named_and_what_does_not_is_not():
-    analysis = count(
-        """
+    entry = """
         %p = f32[4,4] parameter(0)
         %a = f32[4,4] custom-call(%p), custom_call_target="tpu_custom_call"
         %b = f32[4,4] custom-call(%a), custom_call_target="tpu_custom_call"
@@ -267,8 +268,10 @@ def test_what_may_compute_is_named_and_what_does_not_is_not():
         %h = f32[4,4] custom-call(%p), custom_call_target="xla_ffi_python_gpu_callback"
         %i = ((f32[4,4]), f32[4,4]) custom-call-start(%p), custom_call_target="tpu_custom_call"
         %j = f32[4,4] custom-call-done(%i)
-        ROOT %k = f32[4,4] grouped-dot(%p, %j)"""
-    )
+        ROOT %k = f32[4,4] convolution(%p, %j), dim_labels=bf_io->bf"""
+    # An operation that XLA does not have yet.
+    program = changed(proto(written(entry)), "k", put((2, b"grouped-dot")))
+    analysis = analyze(program)
     assert analysis.uncounted == (
         ("tpu_custom_call", 3),
         ("__cudnn$fmhaSoftmax", 1),
@@ -303,47 +306,69 @@ def test_calls_and_asynchronous_calls_are_followed_but_not_to_the_host():
   %x = f32[4,4] parameter(0)
   ROOT %y = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }"""
+    # XLA has a computation of its own for each asynchronous call.
+    wrapped, hosted = inner.replace("%f", "%w"), inner.replace("%f", "%h")
     analysis = count(
         """
         %x = f32[4,4] parameter(0)
         %a = f32[4,4] call(%x), to_apply=%f
-        %b = ((f32[4,4]), f32[4,4], u32[]) async-start(%x), calls=%f
-        %c = ((f32[4,4]), f32[4,4], u32[]) async-update(%b), calls=%f
-        %d = f32[4,4] async-done(%c), calls=%f
+        %b = ((f32[4,4]), f32[4,4], u32[]) async-start(%x), calls=%w
+        %c = ((f32[4,4]), f32[4,4], u32[]) async-update(%b)
+        %d = f32[4,4] async-done(%c)
         %e = ((f32[4,4]), f32[4,4]) call-start(%x), to_apply=%f
         %g = f32[4,4] call-done(%e)
-        %h = ((f32[4,4]), f32[4,4]) async-start(%x), async_execution_thread="host", calls=%f
+        %h = ((f32[4,4]), f32[4,4]) async-start(%x), async_execution_thread="host", calls=%h
         ROOT %i = f32[4,4] async-done(%h)""",
         inner,
+        wrapped,
+        hosted,
     )
     assert analysis.contractions == (Contraction(*F32, 3 * 128, 3),)
 
 
+NUMBERED = 'custom-call(%a, %b), custom_call_target="__cublas$gemm"'
+
+
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "change", "expected"),
     [
-        ("dot(%a, %b), lhs_contracting_dims={2}", r"line 8 .*dimensions \(2,\) within"),
-        ("dot(%a, %b), lhs_contracting_dims={?}", "line 8 .*integers in `lhs_contracting_dims"),
-        ("dot(%a)", "line 8 .*two arrays"),
-        ("convolution(%a, %b)", "line 8 .*`dim_labels="),
-        ("convolution(%a, %b), dim_labels=b0f_0io->b0f", "line 8 .*`dim_labels=` that fit"),
+        ("dot(%a, %b), lhs_contracting_dims={2}", None, r"dimensions \(2,\) within"),
+        ("dot(%a, %b)", put((30, message((1, -1)))), r"dimensions \(-1,\) within"),
+        ("dot(%a, %b)", without(36), "two arrays"),
+        ("convolution(%a, %b), dim_labels=bf_io->bf", without(16), "`convolution_dimension_numb"),
+        ("convolution(%a, %b), dim_labels=b0f_0io->b0f", None, "dimension numbers that fit"),
         (
-            "convolution(%a, %b), dim_labels=b0_0i->b0, window={size=3x3}",
-            "line 8 .*a window with 1 dimensions",
+            "convolution(%a, %b), dim_labels=bf_io->bf, window={size=3x3}",
+            None,
+            "a window with 0 dimensions",
         ),
-        ("ragged-dot(%a, %b, %b), lhs_contracting_dims={1}", "line 8 .*`lhs_ragged_dims="),
-        ('custom-call(%a, %b), custom_call_target="__cublas$gemm"', "line 8 .*`backend_config="),
         (
-            'custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"a":1}',
-            "line 8 .*`dot_dimension_numbers`",
+            "ragged-dot(%a, %b, %b), lhs_contracting_dims={1}, lhs_ragged_dims={0}",
+            put((90, b"")),
+            "`lhs_ragged_dimensions`",
         ),
-        ("custom-call(%a, %b)", "line 8 .*`custom_call_target="),
+        (NUMBERED, None, "`dot_dimension_numbers`"),
+        (NUMBERED + ', backend_config={"a":1}', None, "`dot_dimension_numbers`"),
+        (NUMBERED, put((43, b"[" * 10**5)), "`dot_dimension_numbers`"),
+        (NUMBERED, without(28), "a `custom_call_target`"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
-def test_a_contraction_that_cannot_be_read_raises(line: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        count(shapes(a="f32[4,4]", b="f32[4,4]") + f"\nROOT %c = f32[4,4] {line}")
+def test_a_contraction_that_cannot_be_read_raises(line: str, change: Any, expected: str):
+    program = proto(written(shapes(a="f32[4,4]", b="f32[4,4]") + f"\nROOT %c = f32[4,4] {line}"))
+    with pytest.raises(ValueError, match=f"the instruction `c` .* cannot be counted.*{expected}"):
+        analyze(program if change is None else changed(program, "c", change))
+
+
+def test_a_window_that_no_program_has_is_refused():
+    """Its elements are gone through one by one, which would take years."""
+    entry = shapes(a="f32[2,6,3]", b="f32[3,3,5]")
+    line = "convolution(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
+    program = proto(written(f"{entry}\nROOT %c = f32[2,6,5] {line}"))
+    assert analyze(program).flops
+    wide = changed(program, "c", put((15, message((1, message((1, 2**62)))))))
+    with pytest.raises(ValueError, match="a window of at most 4194304 elements, not 4611686018"):
+        analyze(wide)
 
 
 def test_window_positions_against_a_search():

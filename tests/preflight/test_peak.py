@@ -15,21 +15,22 @@ from halfstep._preflight import Argument, parse_target
 from halfstep._preflight.compile import compiler
 from halfstep._preflight.compile.lowering import lower
 from halfstep._preflight.hlo.buffer_assignment import (
-    DTYPES,
     Allocation,
     BufferAssignment,
     Event,
-    HloGraph,
     Value,
     decode,
 )
 from halfstep._preflight.hlo.live_buffers import live_buffers
 from halfstep._preflight.hlo.op_names import OpName, read
+from halfstep._preflight.hlo.program import read_module
+from halfstep._preflight.hlo.shapes import DTYPES
 from halfstep._preflight.hlo.wire import Message
 from halfstep._preflight.report.peak import GAPS, UNLISTED, make_peak
 from tests.preflight import _cases
 from tests.preflight._compilers import need
 from tests.preflight._entries import GIB, entry, peak as made_peak
+from tests.preflight._programs import program as written, proto
 
 TARGETS = [pytest.param("h100", "cuda", id="gpu"), pytest.param("v5e", "tpu", id="tpu")]
 
@@ -115,7 +116,7 @@ def test_a_whole_model(model: str, target: str, platform: str):
         Argument(leaf.name, "other", leaf.dtype, leaf.shape, leaf.bytes, False)
         for leaf in program.leaves
     ]
-    peak = make_peak(answer.buffers, found, on_tpu=platform == "tpu", peak_bytes=compiled)
+    peak = make_peak(answer.program, found, on_tpu=platform == "tpu", peak_bytes=compiled)
     assert peak is not None
     # To the byte, on both: the compiler's own figure has neither gaps nor code in it.
     assert peak.live_bytes == compiled
@@ -210,7 +211,7 @@ def test_decoded_as_the_compiler_prints_it(target: str, platform: str, tmp_path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "_run", keep)
         answer = compiler.compile_program(program, parse_target(target), cache=False)
-    assignment = decode(answer.buffers)
+    assignment = decode(answer.program)
     printed = {
         (int(number), int(size), int(color or 0), _kind(rest))
         for number, size, color, rest in _ALLOCATION.findall(kept[0])
@@ -218,7 +219,7 @@ def test_decoded_as_the_compiler_prints_it(target: str, platform: str, tmp_path:
     assert printed == {
         (one.number, one.bytes, one.color, one.kind) for one in assignment.allocations.values()
     }
-    nodes = assignment.graph.nodes
+    nodes = assignment.module.instructions
     values = {
         (int(number), name, index.strip("{}"), int(color), int(size))
         for number, name, index, color, size in _VALUE.findall(kept[0])
@@ -286,9 +287,9 @@ def _assignment(
     sizes: dict[int, int], events: list[Event], allocations: list[Allocation]
 ) -> BufferAssignment:
     values = {number: Value(number, (), size, 0) for number, size in sizes.items()}
-    graph = HloGraph({}, {}, {}, 0)
+    module = read_module(proto(written("ROOT %p = f32[] parameter(0)")))
     return BufferAssignment(
-        graph, values, {one.number: one for one in allocations}, {0: tuple(events)}
+        module, values, {one.number: one for one in allocations}, {0: tuple(events)}
     )
 
 

@@ -19,6 +19,10 @@ ENTRY = """
 %t = token[] after-all()
 """
 X, R = 16 * 8 * 4, 2 * 8 * 4
+GATHER = """gather(%x, %n), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, \
+index_vector_dim=1, slice_sizes={1,8}"""
+SCATTER = """scatter(%x, %n, %r), update_window_dims={1}, inserted_window_dims={0}, \
+scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add"""
 
 
 @pytest.mark.parametrize(
@@ -35,9 +39,9 @@ X, R = 16 * 8 * 4, 2 * 8 * 4
         ("f32[2,8] slice(%x), slice={[0:2], [0:8]}", R, R),
         ("f32[2,8] dynamic-slice(%x, %i, %i), dynamic_slice_sizes={2,8}", R + 4, R),
         ("f32[16,8] dynamic-update-slice(%x, %r, %i, %i)", R + 4, R),
-        ("f32[2,8] gather(%x, %n), slice_sizes={1,8}", R + 8, R),
+        (f"f32[2,8] {GATHER}", R + 8, R),
         # Rows are read, added to and written.
-        ("f32[16,8] scatter(%x, %n, %r), to_apply=%add", R + 8 + R, R),
+        (f"f32[16,8] {SCATTER}", R + 8 + R, R),
         ("((f32[16,8]), f32[2,8], u32[]) slice-start(%x), slice={[0:2], [0:8]}", R, R),
         ('f32[16,8] custom-call(%x), custom_call_target="tpu_custom_call"', X, X),
         ("f32[32,8] all-gather(%x), dimensions={0}", X, 2 * X),
@@ -60,7 +64,7 @@ def test_kernels_by_hand(line: str, read: int, written: int):
         "f32[128] bitcast(%x)",
         "(f32[16,8], f32[16,8]) tuple(%x, %y)",
         "f32[16,8] copy-done(%x)",
-        "f32[16,8] optimization-barrier(%x)",
+        "f32[16,8] opt-barrier(%x)",
         "u32[] partition-id()",
         "token[] after-all()",
         'f32[16,8] custom-call(%x), custom_call_target="Sharding"',
@@ -165,7 +169,7 @@ UPDATE = "dynamic-update-slice(%x, %r, %i, %zero)"
             64,
         ),
         (
-            "ROOT %o = f32[2,8] gather(%x, %n), offset_dims={1}, slice_sizes={1,8}",
+            f"ROOT %o = f32[2,8] {GATHER}",
             "f32[2,8]",
             R + 8,
             R,
@@ -188,7 +192,7 @@ UPDATE = "dynamic-update-slice(%x, %r, %i, %zero)"
             2 * R,
         ),
         (
-            "ROOT %o = f32[16,8] scatter(%x, %n, %r), to_apply=%add",
+            f"ROOT %o = f32[16,8] {SCATTER}",
             "f32[16,8]",
             R + 8 + R,
             R,
@@ -309,16 +313,17 @@ def test_a_collective_that_is_spread_over_fusions():
         """
         %x = f32[8]{0:T(128)} parameter(0)
         %y = f32[16]{0:T(128)} parameter(1)
-        %s = (f32[8]{0:T(128)}, f32[32]{0:T(128)}, u32[]{:S(2)}) fusion(%x), calls=%start
+        %s = (f32[8]{0:T(128)}, f32[32]{0:T(128)}, u32[]{:S(2)}) fusion(%x), kind=kCustom, \
+calls=%start
         %a = f32[8]{0:T(128)} get-tuple-element(%s), index=0
         %b = f32[32]{0:T(128)} get-tuple-element(%s), index=1
         %f = u32[]{:S(2)} get-tuple-element(%s), index=2
         %m = (f32[16]{0:T(128)}, f32[8]{0:T(128)}, f32[32]{0:T(128)}, f32[32]{0:T(128)}, \
-u32[]{:S(2)}) fusion(%a, %b, %f, %y), calls=%beside
+u32[]{:S(2)}) fusion(%a, %b, %f, %y), kind=kCustom, calls=%beside
         %c = f32[8]{0:T(128)} get-tuple-element(%m), index=1
         %d = f32[32]{0:T(128)} get-tuple-element(%m), index=2
         %e = u32[]{:S(2)} get-tuple-element(%m), index=4
-        ROOT %r = f32[32]{0:T(128)} fusion(%c, %d, %e), calls=%end""",
+        ROOT %r = f32[32]{0:T(128)} fusion(%c, %d, %e), kind=kCustom, calls=%end""",
         SPREAD,
     )
     assert set(analysis.kernels) == {Kernel(32, 128, 1), Kernel(64, 64, 1), Kernel(0, 0, 1)}
@@ -328,15 +333,6 @@ u32[]{:S(2)}) fusion(%a, %b, %f, %y), calls=%beside
 def test_loops_multiply_and_a_scan_reads_its_slices():
     state = "(s32[], f32[8], f32[10,8])"
     body = f"""
-%body (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %x = f32[8] get-tuple-element(%s), index=1
-  %w = f32[10,8] get-tuple-element(%s), index=2
-  %y = f32[8] fusion(%x, %w, %i), kind=kLoop, calls=%step
-  ROOT %t = {state} tuple(%i, %y, %w)
-}}
-
 %step (x: f32[8], w: f32[10,8], i: s32[]) -> f32[8] {{
   %x = f32[8] parameter(0)
   %w = f32[10,8] parameter(1)
@@ -345,6 +341,15 @@ def test_loops_multiply_and_a_scan_reads_its_slices():
   %a = f32[1,8] dynamic-slice(%w, %i, %z), dynamic_slice_sizes={{1,8}}
   %b = f32[8] bitcast(%a)
   ROOT %c = f32[8] add(%x, %b)
+}}
+
+%body (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8] get-tuple-element(%s), index=1
+  %w = f32[10,8] get-tuple-element(%s), index=2
+  %y = f32[8] fusion(%x, %w, %i), kind=kLoop, calls=%step
+  ROOT %t = {state} tuple(%i, %y, %w)
 }}
 
 %condition (s: {state}) -> pred[] {{

@@ -42,17 +42,17 @@ _LIBRARY = "--xla_gpu_enable_triton_gemm=false"
 _KEPT = 1024
 """The most answers in the cache; the least recently used go first. One takes about 200 KB."""
 
-_ANSWER_VERSION = 2
+_ANSWER_VERSION = 3
 """Increased when an answer holds more, so that answers of an older halfstep are not used."""
 
-_FILES = ("answer.json", "program.hlo.gz", "buffers.pb.gz")
+_FILES = ("answer.json", "program.hlo.gz", "program.pb.gz")
 """The files that a worker leaves and the cache keeps."""
 
 _LARGEST = 2**30
 """The most bytes of a file of an answer; a program of 10,000 instructions has some million."""
 
 Answer = tuple[dict[str, Any], str, bytes]
-"""A compiler's figures, its program as text, and its buffer assignment."""
+"""A compiler's figures, and its program as text and as a message `xla.HloProto`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,9 @@ class CompilerAnswer:
     flags: tuple[str, ...]
     gemm: str | None
     versions: Mapping[str, str]
-    buffers: bytes = dataclasses.field(default=b"", repr=False)
-    """The compiler's buffer assignment (`xla.HloProto`); empty if it has written none."""
+    program: bytes = dataclasses.field(default=b"", repr=False)
+    """The optimized program and the compiler's buffer assignment, a message `xla.HloProto`; empty
+    if the compiler gave up before it had a program."""
     exceeded: str | None = None
     """The compiler's own words, if it gave up because the device's memory is too small."""
 
@@ -87,16 +88,16 @@ def compile_program(
     if program.platform == "cuda":
         made = gemm
         given = (_NO_AUTOTUNING, *((_LIBRARY,) if gemm == "library" else ()), *given)
-    answer, hlo, buffers = _ask(program, target, given, versions, timeout, cache)
+    answer, hlo, optimized = _ask(program, target, given, versions, timeout, cache)
     failure = answer.get("error")
     if failure is None:
         return CompilerAnswer(
-            answer["memory"], answer["estimates"], hlo, given, made, versions, buffers
+            answer["memory"], answer["estimates"], hlo, given, made, versions, optimized
         )
     # XLA:TPU does not finish a program that is too large. That is an answer, and not an error.
     if exceeds_memory(failure):
         return CompilerAnswer(
-            {}, {}, "", given, made, versions, buffers, _first_lines(failure, 2).rstrip(".")
+            {}, {}, "", given, made, versions, optimized, _first_lines(failure, 2).rstrip(".")
         )
     with_flags = f" with {' '.join(given)}" if given else ""
     raise RefusedError(
@@ -177,11 +178,19 @@ def _ask(
         answer = json.loads((folder / "answer.json").read_text())
         # A failure is not kept: the next attempt may be on a machine that has what this one lacked.
         if "error" in answer:
-            buffers = folder / "buffers.pb.gz"
-            return answer, "", gzip.decompress(buffers.read_bytes()) if buffers.exists() else b""
+            dumped = folder / _FILES[2]
+            return answer, "", _decompressed(folder, dumped.name) if dumped.exists() else b""
+        made = _read(folder)
+        if not made[2]:
+            raise PreflightError(
+                "preflight counts what a step does in its optimized program, a message "
+                f"`xla.HloModuleProto`. For {target.name} there came none: the executable of JAX "
+                f"{versions['jax']} has no `hlo_modules()`, and the compiler dumped no program. "
+                "Try flags that leave XLA's dump alone, or another version of JAX."
+            )
         if cache:
             save_answer(name, folder)
-        return _read(folder)
+        return made
 
 
 def _environment(platform: str, flags: tuple[str, ...], folder: pathlib.Path) -> dict[str, str]:
@@ -277,8 +286,9 @@ def _first_lines(text: str, count: int) -> str:
     return "\n".join(line[:600] for line in lines[:count]) + more
 
 
-# Answers are kept by the content of the question. An answer is a folder of JSON and text. Nothing
-# in it is executed, so a cache that somebody else has written can be wrong but not dangerous.
+# Answers are kept by the content of the question. An answer is a folder of JSON, text and
+# a message. Nothing in it is executed, so a cache that somebody else has written can be wrong but
+# not dangerous.
 
 
 def cache_dir() -> pathlib.Path:
@@ -316,8 +326,8 @@ def _read(folder: pathlib.Path) -> Answer:
         for part in ("memory", "estimates")
     ):
         raise DamagedFolderError(f"`{_FILES[0]}` has no figures of memory")
-    text, buffers = (_decompressed(folder, name) for name in _FILES[1:])
-    return answer, text.decode(), buffers
+    text, optimized = (_decompressed(folder, name) for name in _FILES[1:])
+    return answer, text.decode(), optimized
 
 
 def _decompressed(folder: pathlib.Path, name: str) -> bytes:

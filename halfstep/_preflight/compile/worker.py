@@ -3,8 +3,9 @@
 `compiler.py` runs this file as a script with a folder as its argument. The script imports nothing
 but JAX: the environment in which the compilers work (platforms, flags, libtpu's lock) is not
 suitable for computing. The script reads `request.json` and `program.bin` and writes `answer.json`,
-`program.hlo.gz` and `buffers.pb.gz`. Only numbers, text and the compiler's buffer assignment come
-back, nothing that would be executed.
+`program.hlo.gz` and `program.pb.gz`. Only numbers and the optimized program come back, as text for
+people and as a message `xla.HloProto` with the compiler's buffer assignment: nothing that would be
+executed.
 """
 
 import gzip
@@ -95,8 +96,8 @@ def _loaded(file: pathlib.Path) -> Any:
     return module
 
 
-def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], str]:
-    """Return the compiler's figures, and the optimized program as text."""
+def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, Any], Any]:
+    """Return the compiler's figures, and the compiled program."""
     import jax
     import numpy as np
     from jax import export
@@ -143,35 +144,48 @@ def compile_program(request: dict[str, Any], program: bytes) -> tuple[dict[str, 
         "device_kind": described.devices[0].device_kind,
         "platform_version": str(getattr(described, "platform_version", "")),
     }
-    return answer, compiled.as_text() or ""
+    return answer, compiled
 
 
-def dumped(folder: pathlib.Path) -> bytes:
-    """Return the dumped program with its buffer assignment; empty if the compiler dumped none.
+def optimized(folder: pathlib.Path, compiled: Any) -> bytes:
+    """Return the optimized program as a message `xla.HloProto`; empty if there is none.
 
-    Executables have a field for the assignment, which neither compiler fills without a device.
+    The compiler dumps it with the buffer assignment, for which executables have a field that
+    neither compiler fills without a device. Without a dump, it is the executable's program alone.
     """
     files = folder.glob("dump/*jit_call*after_optimizations.hlo.pb")
-    return max((file.read_bytes() for file in files), key=len, default=b"")
+    dumped = max((file.read_bytes() for file in files), key=len, default=b"")
+    if dumped or compiled is None:
+        return dumped
+    try:
+        module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    # Each platform raises an error of its own if its executables do not keep their program.
+    except Exception:
+        return b""
+    # Field 1 of the message, whose length is in groups of seven bits, the lowest first.
+    groups, rest = [0x0A], len(module)
+    while rest > 0x7F:
+        groups, rest = [*groups, rest & 0x7F | 0x80], rest >> 7
+    return bytes([*groups, rest]) + module
 
 
 def main(folder: pathlib.Path) -> None:
     """Answer the request in a folder."""
     die_with_parent(folder)
     request = json.loads((folder / "request.json").read_text())
-    text = ""
+    compiled = None
     try:
-        answer, text = compile_program(request, (folder / "program.bin").read_bytes())
+        answer, compiled = compile_program(request, (folder / "program.bin").read_bytes())
     except Exception as error:
         answer = {
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
         }
     with gzip.open(folder / "program.hlo.gz", "wt", compresslevel=1) as file:
-        file.write(text)
-    # XLA:TPU dumps the assignment also for a program that is too large for the device's memory.
-    with gzip.open(folder / "buffers.pb.gz", "wb", compresslevel=1) as file:
-        file.write(dumped(folder))
+        file.write("" if compiled is None else compiled.as_text() or "")
+    # XLA:TPU also dumps a program that is too large for the device's memory.
+    with gzip.open(folder / "program.pb.gz", "wb", compresslevel=1) as file:
+        file.write(optimized(folder, compiled))
     partial = folder / "answer.json.partial"
     partial.write_text(json.dumps(answer))
     # The rename comes last and is atomic: an answer that is there is complete.

@@ -1,11 +1,10 @@
 """Count contractions, collectives and memory traffic of a compiled step, from its optimized HLO."""
 
-# The errors here are about text that XLA's compilers write: no user can cause or fix them.
+# The errors here are about programs that XLA's compilers write: no user can cause or fix them.
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from halfstep._autocast import ELEMENTS, ROUNDED
 from halfstep._preflight.hlo.collectives import payload
@@ -15,11 +14,12 @@ from halfstep._preflight.hlo.contraction_flops import (
     decoded,
     uncounted,
 )
-from halfstep._preflight.hlo.metadata import InstructionOrigin, Origins
-from halfstep._preflight.hlo.parser import Computation, Instruction, Module, UnknownTypeError, parse
+from halfstep._preflight.hlo.metadata import InstructionOrigin
 from halfstep._preflight.hlo.products import Product as Product
+from halfstep._preflight.hlo.program import Computation, Instruction, Module, read_module
+from halfstep._preflight.hlo.shapes import Array, UnknownTypeError
 from halfstep._preflight.hlo.traffic import Kernel as Kernel, moved
-from halfstep._preflight.hlo.trip_counts import ValueFrame, body_frame, trip_count
+from halfstep._preflight.hlo.trip_counts import ValueFrame, loop_frames, trip_count
 
 # The name of a product of blocks: JAX's name of the operation.
 _SCALED = "scaled_dot"
@@ -104,11 +104,11 @@ class Analysis:
         return sum((kernel.read + kernel.written) * kernel.count for kernel in self.kernels)
 
 
-def analyze(text: str, *, block_units: bool = True) -> Analysis:
+def analyze(program: bytes, *, block_units: bool = True) -> Analysis:
     """Count what a compiled step does.
 
     Args:
-        text: The optimized HLO of one program, `compiled.as_text()`, for a CPU, GPU or TPU.
+        program: An optimized program for a CPU, GPU or TPU, a message `xla.HloModuleProto`.
         block_units: Whether the device multiplies elements together with the scales of their
             blocks. Kernels for other devices decode blocks to bfloat16 and multiply these.
 
@@ -116,8 +116,8 @@ def analyze(text: str, *, block_units: bool = True) -> Analysis:
         The counts, per device and step.
 
     Raises:
-        ValueError: If the text is not such a program, or if something in it that would have to be
-            counted cannot be read; the message names the line.
+        ValueError: If the bytes are not such a program, or if something in it that would have to
+            be counted cannot be read; the message names the instruction.
 
     Example:
         ```python
@@ -126,13 +126,18 @@ def analyze(text: str, *, block_units: bool = True) -> Analysis:
         from halfstep._preflight.hlo.analysis import analyze
 
         x = jnp.ones((64, 32))
-        text = jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()
-        assert analyze(text).flops == 2 * 64 * 64 * 32
+        compiled = jax.jit(lambda x: x @ x.T).lower(x).compile()
+        (module,) = compiled.runtime_executable().hlo_modules()
+        assert analyze(module.as_serialized_hlo_module_proto()).flops == 2 * 64 * 64 * 32
         ```
     """
-    module = parse(text)
-    walk = _Walk(module, Origins(text), block_units=block_units)
-    tally = walk.computation(ValueFrame(module, module.entry))
+    module = read_module(program)
+    walk = _Walk(module, block_units=block_units)
+    try:
+        tally = walk.computation(ValueFrame(module, module.entry))
+    # No compiler writes instructions without the operands that they need, or calls so deep.
+    except (LookupError, RecursionError) as error:
+        raise ValueError(f"the optimized program is damaged: {error!r}") from error
     products = [
         Product(
             str(key.lhs),
@@ -175,21 +180,13 @@ def analyze(text: str, *, block_units: bool = True) -> Analysis:
     )
 
 
-class _Shape(NamedTuple):
-    dtype: str
-    dims: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """Contractions that are alike."""
 
-    lhs: _Shape
-    rhs: _Shape
-    out: _Shape
+    lhs: Array
+    rhs: Array
+    out: Array
     origin: InstructionOrigin
 
 
@@ -222,7 +219,10 @@ class _Tally:
                 mine[key] += times * count
 
     def contract(self, found: Contracted, origin: InstructionOrigin) -> None:
-        lhs, rhs, out = (_Shape(a.dtype, a.dims) for a in (found.lhs, found.rhs, found.out))
+        # Products are alike wherever their factors lie.
+        lhs, rhs, out = (
+            replace(array, space=0, in_memory=True) for array in (found.lhs, found.rhs, found.out)
+        )
         key = _Kind(lhs, rhs, out, origin)
         self.flops[key] += found.flops
         self.contractions[key] += 1
@@ -245,15 +245,14 @@ class _Tally:
 class _Walk:
     """Goes through a program the way a device would."""
 
-    def __init__(self, module: Module, origins: Origins, *, block_units: bool):
-        self.module, self.origins = module, origins
-        self.block_units = block_units
+    def __init__(self, module: Module, *, block_units: bool):
+        self.module, self.block_units = module, block_units
         # A set, because the walk meets a loop more than once if it is inside another loop, or in a
         # function that is called twice.
         self.unknown: set[Instruction] = set()
         # Only fusions are remembered. A fusion computes the same wherever it is called, while the
         # trip counts of loops in other computations depend on their arguments.
-        self.fusions: dict[str, _Tally] = {}
+        self.fusions: dict[int, _Tally] = {}
 
     def computation(self, frame: ValueFrame) -> _Tally:
         """Count the work of a computation that runs instruction by instruction."""
@@ -285,14 +284,13 @@ class _Walk:
                     self.unknown.add(instruction)
                     iterations = 1
                 tally = _Tally()
-                tally.add(self.computation(body_frame(frame, instruction, "body")), iterations)
-                condition = self.computation(body_frame(frame, instruction, "condition"))
+                body, condition = loop_frames(frame, instruction)
+                tally.add(self.computation(body), iterations)
                 # The condition is evaluated one last time, when it is false.
-                tally.add(condition, iterations + 1)
+                tally.add(self.computation(condition), iterations + 1)
                 return tally
             case "conditional":
-                keys = ("branch_computations", "true_computation", "false_computation")
-                branches = self.module.called(instruction, *keys)
+                branches = self.module.called(instruction, 0)
                 tallies = [
                     # Operand 0 is the index, followed by one operand for each branch.
                     self.computation(frame.call(instruction, branch, first=number))
@@ -303,9 +301,9 @@ class _Walk:
             # The `-done` and `-update` of an asynchronous call name the computation as well, and
             # run nothing.
             case "call" | "async" if not instruction.opcode.endswith(("-done", "-update")):
-                if _on_host(instruction):
+                if instruction.on_host:
                     return _Tally()
-                (called,) = self.module.called(instruction, "to_apply", "calls")
+                (called,) = self.module.called(instruction)
                 return self.computation(frame.call(instruction, called))
             case _:
                 return None
@@ -315,7 +313,7 @@ class _Walk:
     ) -> None:
         """Add the contractions and collectives of one instruction, which may be a fusion."""
         if instruction.base == "fusion":
-            (called,) = self.module.called(instruction, "calls")
+            (called,) = self.module.called(instruction)
             # Contractions and collectives inside a fusion count, but traffic inside it does not:
             # the fusion becomes one kernel, whose reads and writes `moved` counts from outside.
             inner = self.fused(called)
@@ -328,7 +326,7 @@ class _Walk:
             found = found if self.block_units else decoded(found)
             tally.contract(found, self.of_operands(computation, instruction))
         elif found:
-            tally.contract(found, self.origins.of(instruction))
+            tally.contract(found, instruction.origin)
         name = None if found else uncounted(instruction)
         if name is not None:
             tally.uncounted[name] += 1
@@ -343,34 +341,28 @@ class _Walk:
         its product, except for one that a loop or a fusion is given.
         """
         scope = ELEMENTS if self.block_units else ROUNDED
-        waiting = [computation[name] for name in instruction.operands]
+        waiting = [computation[number] for number in instruction.operands]
         while waiting:
             found = waiting.pop(0)
-            origin = self.origins.of(found)
+            origin = found.origin
             if found.base not in ("parameter", "get-tuple-element") and origin.source:
                 outer = origin.name.rpartition("/")[0]
                 name = "/".join(filter(None, (outer, scope, _SCALED)))
                 return replace(origin, name=name)
             if found.base in ("bitcast", "copy", "transpose", "reshape"):
-                waiting += [computation[name] for name in found.operands]
+                waiting += [computation[number] for number in found.operands]
         return InstructionOrigin(f"{scope}/{_SCALED}", "")
 
     def fused(self, computation: Computation) -> _Tally:
         """Count the work of a fused computation."""
-        if computation.name not in self.fusions:
+        if computation.id not in self.fusions:
             tally = _Tally()
             for instruction in computation:
                 self.instruction(computation, instruction, tally, fused=True)
-            self.fusions[computation.name] = tally
-        return self.fusions[computation.name]
+            self.fusions[computation.id] = tally
+        return self.fusions[computation.id]
 
 
 def _is_nameless(kind: _Kind) -> bool:
     """Return whether a product of blocks has no line yet."""
     return kind.origin.name.endswith(_SCALED) and not kind.origin.source
-
-
-def _on_host(instruction: Instruction) -> bool:
-    thread = instruction.attributes.get("async_execution_thread", "").strip('"')
-    kind = instruction.attributes.get("frontend_attributes", "")
-    return thread == "host" or '_xla_compute_type="host"' in kind

@@ -2,87 +2,17 @@
 
 The compilers for GPUs and TPUs write the assignment, together with its program, as one message
 `xla.HloProto` when they are asked for a dump (`--xla_dump_to`, `--xla_dump_hlo_as_proto`). The
-field numbers below are those of XLA's `hlo.proto` and `xla_data.proto`. A number is never given to
-another field.
+field numbers below are those of XLA's `hlo.proto`. A number is never given to another field.
 """
 
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from halfstep._preflight.hlo.metadata import StackTables
+from halfstep._preflight.hlo.program import Module, ShapeIndex, read_module
 from halfstep._preflight.hlo.wire import Message
 
-ShapeIndex = tuple[int, ...]
-"""The position of a value in a tuple; empty for a value that is not in a tuple."""
-
 Kind = Literal["argument", "output", "constant", "thread-local", "temporary"]
-
-# `xla.PrimitiveType`, by the names that NumPy or ml_dtypes gives its members.
-DTYPES: Mapping[int, str] = types.MappingProxyType(
-    {
-        1: "bool",
-        **dict(zip(range(2, 6), ("int8", "int16", "int32", "int64"), strict=True)),
-        **dict(zip(range(6, 10), ("uint8", "uint16", "uint32", "uint64"), strict=True)),
-        **{10: "float16", 11: "float32", 12: "float64", 15: "complex64", 16: "bfloat16"},
-        **{18: "complex128", 19: "float8_e5m2", 20: "float8_e4m3fn", 21: "int4", 22: "uint4"},
-        **{23: "float8_e4m3b11fnuz", 24: "float8_e5m2fnuz", 25: "float8_e4m3fnuz", 26: "int2"},
-        **{27: "uint2", 28: "float8_e4m3", 29: "float8_e3m4", 30: "int1", 31: "uint1"},
-        **{32: "float4_e2m1fn", 33: "float8_e8m0fnu"},
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HloNode:
-    """One instruction of the program.
-
-    Attributes:
-        id: Its number.
-        name: Its name in the text of the program.
-        opcode: Such as `fusion` or `while`.
-        computation: The number of the computation that it is in.
-        operands: The numbers of the instructions that it reads.
-        called: The numbers of the computations that it calls.
-        parameter: For a `parameter`, which one it is.
-        element: For a `get-tuple-element`, which element it takes.
-        op_name: JAX's name of the operation, with its scopes.
-        source: The user's line, `train.py:12`; empty if the program does not say.
-    """
-
-    id: int
-    name: str
-    opcode: str
-    computation: int
-    operands: tuple[int, ...]
-    called: tuple[int, ...]
-    parameter: int
-    element: int
-    op_name: str
-    source: str
-    _shape: bytes = field(repr=False)
-
-    def array(self, index: ShapeIndex) -> str:
-        """Return the dtype and shape of its value at an index: `bfloat16[8,1024]`."""
-        shape = Message(self._shape)
-        for position in index:
-            elements = list(shape.messages(4))
-            if position >= len(elements):
-                return ""
-            shape = elements[position]
-        dtype = DTYPES.get(shape.integer(2))
-        return f"{dtype}[{','.join(map(str, shape.integers(3)))}]" if dtype else ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HloGraph:
-    """The program: instructions by number, and the root and the parameters of each computation."""
-
-    nodes: Mapping[int, HloNode]
-    members: Mapping[int, tuple[HloNode, ...]]
-    roots: Mapping[int, int]
-    entry: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +76,7 @@ class Event:
 class BufferAssignment:
     """A program and where its values lie."""
 
-    graph: HloGraph
+    module: Module
     values: Mapping[int, Value]
     allocations: Mapping[int, Allocation]
     traces: Mapping[int, tuple[Event, ...]]
@@ -173,11 +103,11 @@ def decode(data: bytes) -> BufferAssignment:
         events = tuple(_event(event) for event in message.messages(1))
         if events and events[0].value in places:
             traces[places[events[0].value]] = events
-    graph = _graph(whole.message(1))
-    missing = {value.node for value in values.values()} - graph.nodes.keys()
+    module = read_module(whole.raw(1))
+    missing = {value.node for value in values.values()} - module.instructions.keys()
     if missing:
         raise ValueError(f"values are defined by {len(missing)} instructions that are not there")
-    return BufferAssignment(graph, values, {one.number: one for one in allocations}, traces)
+    return BufferAssignment(module, values, {one.number: one for one in allocations}, traces)
 
 
 def _value(message: Message) -> Value:
@@ -212,53 +142,3 @@ def _event(message: Message) -> Event:
     if kind >= len(kinds):
         raise ValueError(f"an event of the heap is of the unknown kind {kind}")
     return Event(kinds[kind], message.integer(2), message.integer(5), message.text(4))
-
-
-def _graph(module: Message) -> HloGraph:
-    stacks = _stacks(module.message(17))
-    members: dict[int, tuple[HloNode, ...]] = {}
-    roots: dict[int, int] = {}
-    for computation in module.messages(3):
-        number = computation.integer(5)
-        roots[number] = computation.integer(6)
-        members[number] = tuple(
-            _node(message, number, stacks) for message in computation.messages(2)
-        )
-    nodes = {node.id: node for nodes in members.values() for node in nodes}
-    return HloGraph(nodes, members, roots, module.integer(6))
-
-
-def _node(message: Message, computation: int, stacks: StackTables) -> HloNode:
-    metadata = message.message(7)
-    return HloNode(
-        id=message.integer(35),
-        name=message.text(1),
-        opcode=message.text(2),
-        computation=computation,
-        operands=message.integers(36),
-        called=message.integers(38),
-        parameter=message.integer(9),
-        element=message.integer(13),
-        op_name=metadata.text(2),
-        source=stacks.source(metadata.text(3), metadata.integer(4), metadata.integer(15)),
-        _shape=message.raw(3),
-    )
-
-
-def _stacks(index: Message) -> StackTables:
-    names = ("file_name_id", "function_name_id", "line")
-    return StackTables(
-        files=dict(enumerate(index.texts(1), start=1)),
-        functions=dict(enumerate(index.texts(2), start=1)),
-        locations={
-            number: {name: message.integer(at) for at, name in enumerate(names, start=1)}
-            for number, message in enumerate(index.messages(3), start=1)
-        },
-        frames={
-            number: {
-                "file_location_id": message.integer(1),
-                "parent_frame_id": message.integer(2),
-            }
-            for number, message in enumerate(index.messages(4), start=1)
-        },
-    )

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, HloNode, Value
+from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, Value
 from halfstep._preflight.hlo.buffer_uses import BufferUses, Writer
 from halfstep._preflight.hlo.collectives import KINDS
 from halfstep._preflight.hlo.op_names import Pass, read
+from halfstep._preflight.hlo.program import Instruction
 
 GRADIENTS = "gradients"
 RESIDUALS = "residuals"
@@ -26,7 +27,7 @@ class BufferUse:
     """
 
     role: str
-    origin: HloNode
+    origin: Instruction
     array: str
     instruction: str
 
@@ -49,13 +50,13 @@ class BufferRoles:
     """
 
     def __init__(self, assignment: BufferAssignment):
-        self._graph = assignment.graph
-        self._uses = BufferUses(assignment.graph)
+        self._module = assignment.module
+        self._uses = BufferUses(assignment.module)
 
     def of(self, values: Iterable[Value], *, returned: bool = False) -> BufferUse:
         """Say what the values that lie in one buffer are for."""
         last = list(values)[-1]
-        node = self._graph.nodes[last.node]
+        node = self._module.instructions[last.node]
         writers = self._uses.writers(node, last.index)
         chosen = writers[0] if writers else Writer(node, last.index, node, False)
         # A loop's buffer is first filled with zeros, which says nothing about its later contents.
@@ -69,7 +70,7 @@ class BufferRoles:
 
     def _role(
         self,
-        node: HloNode,
+        node: Instruction,
         value: Value,
         telling: list[Writer],
         writers: tuple[Writer, ...],
@@ -89,7 +90,7 @@ class BufferRoles:
         update = any(self._of(result) == "other" for r in readers for result in self._results(r))
         return GRADIENTS if returned or update else TEMPORARIES
 
-    def _results(self, node: HloNode) -> tuple[HloNode, ...]:
+    def _results(self, node: Instruction) -> tuple[Instruction, ...]:
         return self._uses.results(node)
 
     def _written_in(self, writer: Writer) -> Pass:
@@ -99,12 +100,12 @@ class BufferRoles:
         # If the operation has no name, the kernel's name is of the same pass.
         return self._of(writer.node) if of == "unknown" else of
 
-    def _reads_in_backward(self, node: HloNode) -> bool:
+    def _reads_in_backward(self, node: Instruction) -> bool:
         return any(self._of(inner) == "backward" for inner in self._uses.inside(node))
 
-    def _of(self, node: HloNode) -> Pass:
+    def _of(self, node: Instruction) -> Pass:
         return read(node.op_name).of
 
 
-def _is_collective(node: HloNode) -> bool:
+def _is_collective(node: Instruction) -> bool:
     return node.opcode.removesuffix("-start").removesuffix("-done") in KINDS

@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfstep._preflight.hlo.buffer_assignment import HloGraph, HloNode, ShapeIndex
 from halfstep._preflight.hlo.op_names import read
+from halfstep._preflight.hlo.program import Instruction, Module, ShapeIndex
 
-Position = tuple[HloNode, ShapeIndex]
+Position = tuple[Instruction, ShapeIndex]
 """A place where a value is seen: an instruction, and where in its result."""
 
 # Instructions whose result is their operand, in the same memory.
@@ -36,13 +36,13 @@ class Writer:
         in_loop: Whether it updates a part of the buffer in each iteration of a loop.
     """
 
-    node: HloNode
+    node: Instruction
     index: ShapeIndex
-    origin: HloNode
+    origin: Instruction
     in_loop: bool
 
 
-def _is_known(node: HloNode) -> bool:
+def _is_known(node: Instruction) -> bool:
     """Return whether an instruction names the operation of the step that it comes from."""
     return node.opcode != "parameter" and read(node.op_name).of != "unknown"
 
@@ -50,32 +50,32 @@ def _is_known(node: HloNode) -> bool:
 class BufferUses:
     """Walks through a program, forward to readers and backward to writers."""
 
-    def __init__(self, graph: HloGraph):
-        self._graph = graph
-        self._users: dict[int, list[tuple[HloNode, int]]] = defaultdict(list)
-        self._callers: dict[int, list[HloNode]] = defaultdict(list)
-        for node in graph.nodes.values():
+    def __init__(self, module: Module):
+        self._module = module
+        self._users: dict[int, list[tuple[Instruction, int]]] = defaultdict(list)
+        self._callers: dict[int, list[Instruction]] = defaultdict(list)
+        for node in module.instructions.values():
             for position, operand in enumerate(node.operands):
                 self._users[operand].append((node, position))
             for computation in node.called:
                 self._callers[computation].append(node)
 
-    def inside(self, node: HloNode) -> tuple[HloNode, ...]:
+    def inside(self, node: Instruction) -> tuple[Instruction, ...]:
         """Return the instructions of a fusion, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
-        return self._graph.members[node.called[0]]
+        return tuple(self._module.computations[node.called[0]])
 
-    def results(self, node: HloNode) -> tuple[HloNode, ...]:
+    def results(self, node: Instruction) -> tuple[Instruction, ...]:
         """Return the instructions that make a fusion's results, or the instruction itself."""
         if node.opcode != "fusion":
             return (node,)
         root = self._root(node.called[0])
         if root.opcode != "tuple":
             return (root,)
-        return tuple(self._graph.nodes[operand] for operand in root.operands)
+        return tuple(self._module.instructions[operand] for operand in root.operands)
 
-    def writers(self, node: HloNode, index: ShapeIndex) -> tuple[Writer, ...]:
+    def writers(self, node: Instruction, index: ShapeIndex) -> tuple[Writer, ...]:
         """Find the instructions that compute a value, those in loops first."""
         found: dict[tuple[int, ShapeIndex], Writer] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
@@ -91,9 +91,9 @@ class BufferUses:
                 found[node.id, index] = self._writer(node, index)
         return tuple(sorted(found.values(), key=lambda one: not one.in_loop))
 
-    def readers(self, *positions: Position) -> tuple[HloNode, ...]:
+    def readers(self, *positions: Position) -> tuple[Instruction, ...]:
         """Find the readers of the values at some positions, wherever they are passed on to."""
-        found: dict[int, HloNode] = {}
+        found: dict[int, Instruction] = {}
         seen: set[tuple[int, ShapeIndex]] = set()
         waiting = list(positions)
         while waiting:
@@ -110,11 +110,11 @@ class BufferUses:
                     found[user.id] = user
                 else:
                     waiting += behind
-            if self._graph.roots[node.computation] == node.id:
+            if self._module.computations[node.computation].root is node:
                 waiting += self._returned(node.computation, index)
         return tuple(found.values())
 
-    def _behind(self, user: HloNode, operand: int, index: ShapeIndex) -> list[Position] | None:
+    def _behind(self, user: Instruction, operand: int, index: ShapeIndex) -> list[Position] | None:
         """Find where an instruction passes an operand on to; `None` if it reads the operand."""
         match user.opcode:
             case "get-tuple-element":
@@ -148,9 +148,9 @@ class BufferUses:
             elif caller.opcode == "async-start":
                 yield caller, (1, *index)
 
-    def _before(self, node: HloNode, index: ShapeIndex) -> Iterator[Position]:
+    def _before(self, node: Instruction, index: ShapeIndex) -> Iterator[Position]:
         """Find where an instruction gets a value that it passes on; nothing if it computes it."""
-        nodes = self._graph.nodes
+        nodes = self._module.instructions
         match node.opcode:
             case "get-tuple-element":
                 yield nodes[node.operands[0]], (node.element, *index)
@@ -182,21 +182,21 @@ class BufferUses:
             case _:
                 return
 
-    def _given(self, caller: HloNode, parameter: HloNode) -> tuple[HloNode, ...]:
+    def _given(self, caller: Instruction, parameter: Instruction) -> tuple[Instruction, ...]:
         """Return what a call passes as a parameter, if the program says so.
 
         The calls that a TPU's compiler makes to a sparse core have no operands.
         """
         given = caller.operands[parameter.parameter : parameter.parameter + 1]
-        return tuple(self._graph.nodes[operand] for operand in given)
+        return tuple(self._module.instructions[operand] for operand in given)
 
-    def _writer(self, node: HloNode, index: ShapeIndex) -> Writer:
+    def _writer(self, node: Instruction, index: ShapeIndex) -> Writer:
         origin, updates = self._origin(node, index)
-        return Writer(node, index, origin, updates and node.computation != self._graph.entry)
+        return Writer(node, index, origin, updates and node.computation != self._module.entry.id)
 
-    def _origin(self, node: HloNode, index: ShapeIndex) -> tuple[HloNode, bool]:
+    def _origin(self, node: Instruction, index: ShapeIndex) -> tuple[Instruction, bool]:
         """Find the operation that computes what is written, and whether it only updates a part."""
-        nodes, outer = self._graph.nodes, list[HloNode]()
+        nodes, outer = self._module.instructions, list[Instruction]()
         first, updates = node, False
         for _ in range(_FAR):
             if node.opcode == "fusion":
@@ -238,17 +238,17 @@ class BufferUses:
         # The walk can end at an instruction without a name, such as a loop's own parameter.
         return next((n for n in (node, first) if _is_known(n)), self._known(first)), updates
 
-    def _known(self, node: HloNode) -> HloNode:
+    def _known(self, node: Instruction) -> Instruction:
         """Find the nearest earlier instruction that has a name, or an argument of the program.
 
         A copy of a parameter in another dtype, which the compiler makes before a loop, has no name.
         """
         seen, waiting = {node.id}, [node]
         for at in waiting:
-            is_argument = at.opcode == "parameter" and at.computation == self._graph.entry
+            is_argument = at.opcode == "parameter" and at.computation == self._module.entry.id
             if is_argument or _is_known(at):
                 return at
-            before = [self._graph.nodes[operand] for operand in at.operands]
+            before = [self._module.instructions[operand] for operand in at.operands]
             if at.opcode == "fusion":
                 before = [self._root(at.called[0]), *before]
             waiting += [one for one in before if one.id not in seen]
@@ -257,27 +257,27 @@ class BufferUses:
                 break
         return node
 
-    def _done(self, done: HloNode, index: ShapeIndex) -> ShapeIndex:
+    def _done(self, done: Instruction, index: ShapeIndex) -> ShapeIndex:
         """Find where a value of a `-start` is in the result of its `-done`."""
-        start = self._graph.nodes[done.operands[0]]
+        start = self._module.instructions[done.operands[0]]
         return index if start.opcode == "all-reduce-start" else index[1:]
 
-    def _started(self, start: HloNode, index: ShapeIndex) -> ShapeIndex:
+    def _started(self, start: Instruction, index: ShapeIndex) -> ShapeIndex:
         """Find where a value of a `-done` is in the result of its `-start`."""
         if start.opcode == "all-reduce-start" or start.opcode.endswith("-update"):
             return index
         return (0 if start.opcode == "copy-start" else 1, *index)
 
-    def _root(self, computation: int) -> HloNode:
-        return self._graph.nodes[self._graph.roots[computation]]
+    def _root(self, computation: int) -> Instruction:
+        return self._module.computations[computation].root
 
-    def _roots(self, node: HloNode) -> Iterator[HloNode]:
+    def _roots(self, node: Instruction) -> Iterator[Instruction]:
         return (self._root(computation) for computation in node.called)
 
-    def _parameters(self, node: HloNode, number: int) -> Iterator[HloNode]:
+    def _parameters(self, node: Instruction, number: int) -> Iterator[Instruction]:
         return (p for c in node.called for p in self._parameters_of(c, number))
 
-    def _parameters_of(self, computation: int, number: int) -> Iterator[HloNode]:
-        for node in self._graph.members[computation]:
+    def _parameters_of(self, computation: int, number: int) -> Iterator[Instruction]:
+        for node in self._module.computations[computation]:
             if node.opcode == "parameter" and node.parameter == number:
                 yield node

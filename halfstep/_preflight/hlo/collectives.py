@@ -1,11 +1,10 @@
 """Count the bytes that a program sends between devices."""
 
 import math
-import re
 from collections import Counter
 
-from halfstep._preflight.hlo.contraction_flops import custom_call_target
-from halfstep._preflight.hlo.parser import Array, Computation, Instruction, leaves
+from halfstep._preflight.hlo.program import Computation, Instruction
+from halfstep._preflight.hlo.shapes import Array, leaves
 
 KINDS = frozenset(
     (
@@ -23,7 +22,6 @@ KINDS = frozenset(
 
 # XLA:TPU keeps the flags of a collective that is under way in this memory space.
 _FLAGS = 2
-_BRACES = re.compile(r"\{([\d,]+)\}")
 
 
 def payload(
@@ -47,7 +45,7 @@ def payload(
     operands = [tuple(leaves(shape)) for shape in computation.shapes(instruction)]
     results = instruction.results
     if kind in ("send", "recv"):
-        if instruction.attributes.get("is_host_transfer") == "true":
+        if instruction.is_host_transfer:
             return {}
         # (data, context, token); the data of a send is its first operand.
         moved = operands[0] if kind == "send" else results[:1]
@@ -55,11 +53,11 @@ def payload(
     if kind == "ragged-all-to-all":
         # The other operands are offsets and sizes.
         return _by_dtype(kind, operands[0], results)
-    if kind == "collective-permute" and "slice_sizes" in instruction.attributes:
+    if kind == "collective-permute" and instruction.slice_sizes:
         # In place: (from, to, where from, where to), and only slices move.
-        sizes = _BRACES.findall(instruction.text("slice_sizes"))
-        elements = sum(math.prod(int(n) for n in size.split(",")) for size in sizes)
-        source = operands[0][0]
+        source, sizes = operands[0][0], instruction.slice_sizes
+        rank = max(1, len(source.dims))
+        elements = sum(math.prod(sizes[at : at + rank]) for at in range(0, len(sizes), rank))
         return {(kind, source.dtype): source.bytes_of(elements)}
     if kind == "all-reduce" and fused and _is_scattered(computation, instruction):
         kind = "reduce-scatter"
@@ -91,18 +89,17 @@ def is_continuation(computation: Computation) -> bool:
 
 def _on_the_way(computation: Computation, instruction: Instruction) -> bool:
     return is_continuation(computation) and not any(
-        user.opcode == "custom-call" and custom_call_target(user) == "AsyncCollectiveStart"
-        for user, _ in computation.users[instruction.name]
+        user.opcode == "custom-call" and user.target == "AsyncCollectiveStart"
+        for user, _ in computation.users[instruction.id]
     )
 
 
 def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
     """Return whether a fused all-reduce keeps a slice only: XLA:TPU's form of a reduce-scatter."""
     root = computation.root
-    users = computation.users[instruction.name]
+    users = computation.users[instruction.id]
     return (
-        root is not None
-        and root.opcode == "dynamic-slice"
-        and [user.name for user, index in users if index == 0] == [root.name]
+        root.opcode == "dynamic-slice"
+        and [user.id for user, index in users if index == 0] == [root.id]
         and len(users) == 1
     )

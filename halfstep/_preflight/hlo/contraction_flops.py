@@ -7,20 +7,22 @@ convolution, and a batched dot as a convolution dilated so far that a window of 
 single element.
 """
 
-# The errors here are about text that XLA's compilers write: no user can cause or fix them.
+# The errors here are about programs that XLA's compilers write: no user can cause or fix them.
 
 import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import halfstep.kernels._block_product as block_product
-from halfstep._preflight.hlo.parser import Array, Computation, Instruction
+from halfstep._preflight.hlo.program import Computation, Instruction
+from halfstep._preflight.hlo.shapes import Array
+from halfstep._preflight.hlo.wire import Message
 
 _GEMMS = frozenset(("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"))
-_LABELS = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)")
+# The most elements of a window, which are gone through one by one. No real window is as large.
+_WIDEST = 2**22
 
 # Instructions that compute and whose FLOPs are not known here.
 _OPAQUE = re.compile(r"cholesky|fft|triangular-solve|.*(dot|convolution|matmul)")
@@ -86,13 +88,8 @@ def uncounted(instruction: Instruction) -> str | None:
     """Return the name of an instruction that may compute but is not a known contraction."""
     if instruction.base != "custom-call":
         return instruction.base if _OPAQUE.fullmatch(instruction.base) else None
-    target = custom_call_target(instruction)
+    target = instruction.target
     return None if ANNOTATIONS.fullmatch(target) or _HARMLESS.fullmatch(target) else target
-
-
-def custom_call_target(instruction: Instruction) -> str:
-    """Return the name of the function that a custom call calls."""
-    return instruction.text("custom_call_target").strip('"')
 
 
 def _arrays(computation: Computation, instruction: Instruction) -> tuple[Array, ...]:
@@ -106,7 +103,7 @@ def _arrays(computation: Computation, instruction: Instruction) -> tuple[Array, 
 
 
 def _sizes(instruction: Instruction, array: Array, dims: Sequence[int]) -> int:
-    if any(dim >= len(array.dims) for dim in dims):
+    if any(not 0 <= dim < len(array.dims) for dim in dims):
         raise instruction.error(f"dimensions {tuple(dims)} within the shape {array.dims}")
     return math.prod(array.dims[dim] for dim in dims)
 
@@ -116,9 +113,9 @@ def _dot(computation: Computation, instruction: Instruction) -> Contracted:
     (lhs, rhs), out = arrays[:2], instruction.results[0]
     # Every element of the result is a sum over the contracted dimensions. The size of the result
     # already includes the batch dimensions.
-    contracted = _sizes(instruction, lhs, instruction.integers("lhs_contracting_dims", ""))
+    contracted = _sizes(instruction, lhs, instruction.dot_dimensions.integers(1))
     # scaled-dot has the scales after both factors, or each scale, one for a block, after its own.
-    own = instruction.integers("rhs_contracting_dims", "")
+    own = instruction.dot_dimensions.integers(2)
     if len(arrays) >= 4 and _sizes(instruction, rhs, own) < contracted:
         rhs = arrays[2]
     return Contracted(lhs, rhs, out, 2 * out.size * contracted)
@@ -128,9 +125,11 @@ def _ragged_dot(computation: Computation, instruction: Instruction) -> Contracte
     """Count a ragged dot with full groups, which is the most: each row meets one group's matrix."""
     lhs, rhs = _arrays(computation, instruction)[:2]
     out = instruction.results[0]
-    contracting = instruction.integers("lhs_contracting_dims", "")
+    contracting = instruction.dot_dimensions.integers(1)
     flops = 2 * out.size * _sizes(instruction, lhs, contracting)
-    ragged = instruction.integers("lhs_ragged_dims")
+    ragged = instruction.ragged_dimensions
+    if not ragged:
+        raise instruction.error("`lhs_ragged_dimensions`")
     if set(ragged) <= set(contracting):
         # The groups split the contracted dimension, and the result has one slice per group.
         flops //= out.dims[0]
@@ -138,24 +137,18 @@ def _ragged_dot(computation: Computation, instruction: Instruction) -> Contracte
 
 
 def _library(computation: Computation, instruction: Instruction) -> Contracted | None:
-    target = custom_call_target(instruction)
+    target = instruction.target
     if target in _GEMMS:
         lhs, rhs = _arrays(computation, instruction)[:2]
-        numbers = _dimension_numbers(instruction)
-        shared = [
-            int(dim)
-            for key in ("rhs_contracting_dimensions", "rhs_batch_dimensions")
-            for dim in numbers.get(key, ())
-        ]
         # Every element of the left operand meets every free column of the right one.
-        free = rhs.size // max(1, _sizes(instruction, rhs, shared))
+        free = rhs.size // max(1, _sizes(instruction, rhs, _shared_dimensions(instruction)))
         return Contracted(lhs, rhs, instruction.results[0], 2 * lhs.size * free)
     if target == "__cudnn$blockScaledDot":
         # The operands are always (batch, m, k) and (batch, n, k), followed by the scales.
         lhs, rhs = _arrays(computation, instruction)[:2]
         out = instruction.results[0]
         return Contracted(lhs, rhs, out, 2 * out.size * lhs.dims[-1])
-    if target.startswith("mosaic_gpu") and block_product.NAME in instruction.text("metadata", ""):
+    if target.startswith("mosaic_gpu") and block_product.NAME in instruction.op_name:
         # The factors are (batch, m, k) and (batch, n, k) again, each followed by its scales.
         lhs, _, rhs = _arrays(computation, instruction)[:3]
         out = instruction.results[0]
@@ -174,12 +167,15 @@ def _library(computation: Computation, instruction: Instruction) -> Contracted |
     return None
 
 
-def _dimension_numbers(instruction: Instruction) -> dict[str, Any]:
-    text = instruction.text("backend_config")
+def _shared_dimensions(instruction: Instruction) -> list[int]:
+    """Return the dimensions of the right operand of a library call that the left one has, too."""
+    text = instruction.backend_config
     try:
         config = json.loads(text)
-        return config.get("gemm_backend_config", config)["dot_dimension_numbers"]
-    except (json.JSONDecodeError, KeyError, AttributeError):
+        numbers = config.get("gemm_backend_config", config)["dot_dimension_numbers"]
+        keys = ("rhs_contracting_dimensions", "rhs_batch_dimensions")
+        return [int(dim) for key in keys for dim in numbers.get(key, ())]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise instruction.error(
             f"`dot_dimension_numbers` in its backend_config `{text[:80]}`"
         ) from None
@@ -191,50 +187,44 @@ def _convolution(
     rhs: tuple[int, ...],
     out: tuple[int, ...],
 ) -> int:
-    labels = _LABELS.fullmatch(instruction.text("dim_labels"))
-    if not labels or any(
-        len(label) != len(dims)
-        for label, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
-    ):
-        raise instruction.error(f"`dim_labels=` that fit the shapes {lhs}, {rhs} and {out}")
-    window = _window(instruction, sum(letter.isdigit() for letter in labels[1]))
-    lhs_dims, rhs_dims, out_dims = (
-        dict(zip(label, dims, strict=True))
-        for label, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
+    numbers = instruction.convolution_dimensions
+    if numbers is None:
+        raise instruction.error("`convolution_dimension_numbers`")
+    # Of each role, the dimension of the batch, of the features and of space: the features of the
+    # kernel are those of the input, and its batch is the features of the output.
+    roles = ((lhs, 7, 8, 11), (rhs, 4, 3, 6), (out, 9, 10, 12))
+    (_, _, inputs), (_, summed, windows), (batch, features, outputs) = (
+        _by_role(instruction, numbers, *role) for role in roles
     )
+    if not len(windows) == len(inputs) == len(outputs) == len(instruction.window):
+        raise instruction.error(f"a window with {len(inputs)} dimensions")
     positions = 1
     # Dimensions are independent of each other, so their valid positions multiply.
-    for axis, spatial in enumerate(window):
-        name = str(axis)
-        positions *= _valid_positions(lhs_dims[name], out_dims[name], *spatial)
-    return 2 * positions * rhs_dims["i"] * out_dims["b"] * out_dims["f"]
+    for before, after, message in zip(inputs, outputs, instruction.window, strict=True):
+        # The size, the stride, the padding before the first element, and both dilations. The
+        # padding after the last element follows from the output.
+        size, stride, pad, dilation, base = (message.integer(at) for at in (1, 2, 3, 5, 6))
+        if not 0 <= size <= _WIDEST or min(stride, dilation, base) < 0:
+            raise instruction.error(f"a window of at most {_WIDEST} elements, not {size}")
+        spatial = (size, max(1, stride), pad, max(1, dilation), max(1, base))
+        positions *= _valid_positions(before, after, *spatial)
+    return 2 * positions * summed * batch * features
 
 
-def _window(instruction: Instruction, rank: int) -> list[tuple[int, int, int, int, int]]:
-    """Read the window of each spatial dimension.
-
-    A dimension has a size, a stride, a padding before, a window dilation and a base dilation.
-    """
-    text = instruction.text("window", "{}").strip("{}")
-    fields = dict(part.split("=", 1) for part in text.split())
-
-    def numbers(key: str, default: int) -> list[int]:
-        if key not in fields:
-            return [default] * rank
-        # Padding is written as `before_after`; the padding after the last element follows from the
-        # output.
-        return [int(number.split("_")[0]) for number in fields[key].split("x")]
-
-    columns = (
-        numbers("size", 1),
-        numbers("stride", 1),
-        numbers("pad", 0),
-        numbers("rhs_dilate", 1),
-        numbers("lhs_dilate", 1),
-    )
-    if any(len(column) != rank for column in columns):
-        raise instruction.error(f"a window with {rank} dimensions in `window={{{text}}}`")
-    return list(zip(*columns, strict=True))
+def _by_role(
+    instruction: Instruction,
+    numbers: Message,
+    dims: tuple[int, ...],
+    batch: int,
+    features: int,
+    space: int,
+) -> tuple[int, int, tuple[int, ...]]:
+    """Return the sizes of a role's dimensions, whose numbers are in these fields."""
+    order = (numbers.integer(batch), numbers.integer(features), *numbers.integers(space))
+    if sorted(order) != list(range(len(dims))):
+        raise instruction.error(f"dimension numbers that fit the shape {dims}, not {order}")
+    first, second, *spatial = (dims[at] for at in order)
+    return first, second, tuple(spatial)
 
 
 def _valid_positions(

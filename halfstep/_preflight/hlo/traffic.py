@@ -8,7 +8,7 @@ live on chip or on the host do not count, nor do the workspaces that library cal
 logical: elements times item size, without the padding of a tiled layout.
 """
 
-# The errors here are about text that XLA's compilers write: no user can cause or fix them.
+# The errors here are about programs that XLA's compilers write: no user can cause or fix them.
 
 import re
 from collections import Counter
@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from halfstep._preflight.hlo.collectives import KINDS, is_continuation
-from halfstep._preflight.hlo.contraction_flops import ANNOTATIONS, custom_call_target
-from halfstep._preflight.hlo.parser import Array, Computation, Instruction, Module, leaves
+from halfstep._preflight.hlo.contraction_flops import ANNOTATIONS
+from halfstep._preflight.hlo.program import Computation, Instruction, Module
+from halfstep._preflight.hlo.shapes import Array, leaves
 
 # Instructions that only name, group or wait for values; loops and calls have kernels inside.
 _FREE = re.compile(
@@ -90,7 +91,7 @@ def moved(
         return _fusion(module, computation, instruction)
     results = instruction.results
     if base == "custom-call":
-        target = custom_call_target(instruction)
+        target = instruction.target
         if ANNOTATIONS.fullmatch(target):
             return None
         if _WITH_WORKSPACE.fullmatch(target) and len(results) > 1 and _is_workspace(results[-1]):
@@ -99,6 +100,7 @@ def moved(
     if base == "recv":
         return 0, _by_dtype((array, array.size) for array in results[:1])
     read = _read(
+        module,
         computation,
         instruction,
         lambda index, array: _taken(computation, instruction, index, array.size),
@@ -112,27 +114,29 @@ def moved(
 
 
 def _read(
-    computation: Computation, instruction: Instruction, touched: Callable[[int, Array], int]
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    touched: Callable[[int, Array], int],
 ) -> int:
     """Count the bytes read from all operands, and from each buffer at most its size."""
     # A buffer may be an operand twice. Two slices of it are both read, but no more than all of it.
-    parts, limits = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    for index, name in enumerate(instruction.operands):
-        arrays = tuple(leaves(computation.operand(instruction, index).shape))
-        buffer = _buffer(computation, name)
+    parts, limits = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for index, operand in enumerate(instruction.operands):
+        arrays = tuple(leaves(computation[operand].shape))
+        buffer = _buffer(module, computation[operand])
         parts[buffer] += sum(_part(array, touched(index, array)) for array in arrays)
         limits[buffer] = max(limits[buffer], _bytes(arrays))
     return sum(min(size, limits[buffer]) for buffer, size in parts.items())
 
 
-def _buffer(computation: Computation, name: str) -> tuple[str, ...]:
+def _buffer(module: Module, value: Instruction) -> tuple[int, int]:
     """Return a key of a value's buffer, the same whatever names the value goes by."""
-    instruction = computation[name]
-    while instruction.opcode == "bitcast":
-        instruction = computation.operand(instruction, 0)
-    if instruction.opcode == "get-tuple-element":
-        return (*instruction.operands, instruction.text("index"))
-    return (instruction.name,)
+    while value.opcode == "bitcast" or value.id in module.given:
+        value = module.given.get(value.id) or module.instructions[value.operands[0]]
+    if value.opcode == "get-tuple-element":
+        return value.operands[0], value.element
+    return value.id, -1
 
 
 def _is_workspace(array: Array) -> bool:
@@ -188,23 +192,24 @@ def _taken(computation: Computation, user: Instruction, index: int, size: int) -
 def _fusion(
     module: Module, computation: Computation, fusion: Instruction
 ) -> tuple[int, Counter[str]]:
-    (called,) = module.called(fusion, "calls")
+    (called,) = module.called(fusion)
     inside = _Inside(module, called)
     read = _read(
+        module,
         computation,
         fusion,
-        lambda index, array: inside.touched[_parameter(called, fusion, index).name],
+        lambda index, array: inside.touched[_parameter(called, fusion, index).id],
     )
-    root, outputs = called.result, fusion.results
+    root, outputs = called.root, fusion.results
     if _calls(root, "AsyncCollectiveStart"):
         # (the operand as it is, the buffer to fill, flags...)
         return read, _by_dtype((output, output.size) for output in outputs[1:])
-    names = root.operands if root.opcode == "tuple" else (root.name,)
+    made = root.operands if root.opcode == "tuple" else (root.id,)
     # Results that cannot be matched with those of the root count in full.
-    if len(names) != len(outputs):
+    if len(made) != len(outputs):
         return read, _by_dtype((output, output.size) for output in outputs)
     return read, _by_dtype(
-        (output, inside.written(name)) for output, name in zip(outputs, names, strict=True)
+        (output, inside.written(number)) for output, number in zip(outputs, made, strict=True)
     )
 
 
@@ -216,7 +221,7 @@ def _parameter(computation: Computation, fusion: Instruction, index: int) -> Ins
 
 
 def _calls(instruction: Instruction, target: str) -> bool:
-    return instruction.opcode == "custom-call" and custom_call_target(instruction) == target
+    return instruction.opcode == "custom-call" and instruction.target == target
 
 
 def _size(instruction: Instruction) -> int:
@@ -240,22 +245,22 @@ class _Inside:
         self.computation = computation
         self.nested = wanted is not None
         self.continues = is_continuation(computation)
-        self.touched: dict[str, int] = {}
-        root = computation.result
+        self.touched: dict[int, int] = {}
+        root = computation.root
         # Users come after the values that they use.
-        for instruction in reversed(computation.instructions.values()):
+        for instruction in reversed(tuple(computation)):
             needed = sum(
                 self._needed(instruction, user, index)
-                for user, index in computation.users[instruction.name]
+                for user, index in computation.users[instruction.id]
             )
             if instruction is root:
                 handed_on = instruction.opcode == "parameter" and wanted is None
                 needed = 0 if handed_on else (_size(root) if wanted is None else wanted)
-            self.touched[instruction.name] = min(_size(instruction), needed)
+            self.touched[instruction.id] = min(_size(instruction), needed)
 
-    def written(self, name: str) -> int:
+    def written(self, number: int) -> int:
         """Count the elements of a result that are written."""
-        source = self._source(name)
+        source = self._source(number)
         if source.opcode == "parameter" or _calls(source, "AsyncCollectiveDone"):
             return 0
         if self.continues and source.base in KINDS:
@@ -272,24 +277,24 @@ class _Inside:
         size = _size(value)
         if user.opcode == "tuple" and user is self.computation.root:
             # A parameter is passed on unchanged; everything else is written.
-            return 0 if self._source(value.name).opcode == "parameter" else size
+            return 0 if self._source(value.id).opcode == "parameter" else size
         if _calls(user, "AsyncCollectiveDone") or (self.continues and user.base in KINDS):
             return 0
         if _SLICES.fullmatch(user.base) and index == 0:
-            return self.touched[user.name]
+            return self.touched[user.id]
         if index in _updates(user) and self._in_place(user) and self._is_result(user):
             return _taken(self.computation, user, index, size)
         if _ELEMENTWISE.fullmatch(user.opcode) and _size(user) == size:
-            return self.touched[user.name]
+            return self.touched[user.id]
         if user.opcode == "fusion":
-            (called,) = self.module.called(user, "calls")
-            inside = _Inside(self.module, called, self.touched[user.name])
-            return inside.touched[_parameter(called, user, index).name]
+            (called,) = self.module.called(user)
+            inside = _Inside(self.module, called, self.touched[user.id])
+            return inside.touched[_parameter(called, user, index).id]
         return size
 
-    def _source(self, name: str) -> Instruction:
+    def _source(self, number: int) -> Instruction:
         """Return the instruction that computes a value, behind the bitcasts that rename it."""
-        instruction = self.computation[name]
+        instruction = self.computation[number]
         while instruction.opcode == "bitcast":
             instruction = self.computation.operand(instruction, 0)
         return instruction
@@ -312,7 +317,7 @@ class _Inside:
             (user.opcode == "bitcast" and self._is_result(user))
             or (user.opcode == "tuple" and user is self.computation.root)
             or (index in _updates(user) and self._is_result(user))
-            for user, index in self.computation.users[instruction.name]
+            for user, index in self.computation.users[instruction.id]
         )
 
     def _is_library_workspace(self, source: Instruction) -> bool:
@@ -321,7 +326,7 @@ class _Inside:
         call = self.computation.operand(source, 0)
         return (
             call.opcode == "custom-call"
-            and _WITH_WORKSPACE.fullmatch(custom_call_target(call)) is not None
-            and source.integers("index") == (len(call.results) - 1,)
+            and _WITH_WORKSPACE.fullmatch(call.target) is not None
+            and source.element == len(call.results) - 1
             and _is_workspace(call.results[-1])
         )

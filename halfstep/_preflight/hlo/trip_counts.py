@@ -1,6 +1,6 @@
 """Work out how many iterations a loop of an optimized HLO program has.
 
-XLA:GPU and XLA:CPU print the number. XLA:TPU does not, so it is worked out here: the condition
+XLA:GPU and XLA:CPU note the number. XLA:TPU does not, so it is worked out here: the condition
 compares one element of the loop's state with a constant, the body adds a constant to that element,
 and the state starts from a constant. Constants are followed through copies, tuples, fusions and
 outer loops.
@@ -12,11 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from halfstep._preflight.hlo.parser import Computation, Instruction, Module
+from halfstep._preflight.hlo.program import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_LITERAL = re.compile(r"-?\d+")
-_BOOLEANS = MappingProxyType({"false": 0, "true": 1})
 _SAME_VALUE = frozenset(
     ("bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "reshape")
 )
@@ -47,7 +45,7 @@ class ValueFrame:
     module: Module
     computation: Computation
     argument: Callable[[int, Path], Value] = lambda number, path: None
-    known: dict[tuple[str, Path], Value] = field(default_factory=dict, repr=False)
+    known: dict[tuple[int, Path], Value] = field(default_factory=dict, repr=False)
 
     def call(
         self, instruction: Instruction, computation: Computation, *, first: int = 0
@@ -60,35 +58,28 @@ class ValueFrame:
 
         return ValueFrame(self.module, computation, argument)
 
-    def value(self, name: str, path: Path = ()) -> Value:
+    def value(self, number: int, path: Path = ()) -> Value:
         """Return what is known about an instruction's value, or about one element of a tuple."""
-        if (name, path) not in self.known:
-            self.known[name, path] = self._value(name, path)
-        return self.known[name, path]
+        if (number, path) not in self.known:
+            self.known[number, path] = self._value(self.computation[number], path)
+        return self.known[number, path]
 
-    def _value(self, name: str, path: Path) -> Value:
-        instruction = self.computation.instructions.get(name)
-        if instruction is None:
-            return None
+    def _value(self, instruction: Instruction, path: Path) -> Value:
         match instruction.opcode:
             case "constant":
-                text = instruction.arguments.strip()
-                literal = _LITERAL.fullmatch(text)
-                number = int(literal[0]) if literal else _BOOLEANS.get(text)
-                return None if path else number
+                return None if path else instruction.number
             case "parameter":
-                return self.argument(int(instruction.arguments), path)
+                return self.argument(instruction.parameter, path)
             case "get-tuple-element":
-                index = instruction.integers("index")
-                return self.value(instruction.operands[0], (*index, *path))
+                return self.value(instruction.operands[0], (instruction.element, *path))
             case "tuple":
                 return self.value(instruction.operands[path[0]], path[1:]) if path else None
             case "add" | "subtract":
                 left, right = (self.value(operand) for operand in instruction.operands)
                 return _sum(left, right, 1 if instruction.opcode == "add" else -1)
             case "fusion" | "call":
-                (called,) = self.module.called(instruction, "calls", "to_apply")
-                return self.call(instruction, called).value(called.result.name, path)
+                (called,) = self.module.called(instruction)
+                return self.call(instruction, called).value(called.root.id, path)
             # After an inner loop, an outer loop can still count by an element that the inner loop
             # never changes.
             case "while":
@@ -112,10 +103,10 @@ def _sum(left: Value, right: Value, sign: int) -> Value:
 
 def _step(frame: ValueFrame, loop: Instruction, path: Path) -> int | None:
     """Return what one iteration adds to an element of the state, if that is a constant."""
-    (body,) = frame.module.called(loop, "body")
+    body, _ = frame.module.called(loop, 2)
     # The state is a symbol here, so that the result shows what one iteration adds to it.
     inside = ValueFrame(frame.module, body, lambda number, path: _Element(path))
-    after = inside.value(body.result.name, path)
+    after = inside.value(body.root.id, path)
     return after.offset if isinstance(after, _Element) and after.path == path else None
 
 
@@ -134,10 +125,14 @@ def _invariants(frame: ValueFrame, loop: Instruction) -> Callable[[int, Path], V
     return argument
 
 
-def body_frame(frame: ValueFrame, loop: Instruction, key: str) -> ValueFrame:
-    """Return the frame of a loop's body or condition."""
-    (called,) = frame.module.called(loop, key)
-    return ValueFrame(frame.module, called, _invariants(frame, loop))
+def loop_frames(frame: ValueFrame, loop: Instruction) -> tuple[ValueFrame, ValueFrame]:
+    """Return the frames of a loop's body and of its condition."""
+    body, condition = frame.module.called(loop, 2)
+    invariants = _invariants(frame, loop)
+    return (
+        ValueFrame(frame.module, body, invariants),
+        ValueFrame(frame.module, condition, invariants),
+    )
 
 
 def _turns_itself_off(frame: ValueFrame, loop: Instruction, flag: Value) -> bool:
@@ -148,26 +143,26 @@ def _turns_itself_off(frame: ValueFrame, loop: Instruction, flag: Value) -> bool
     """
     if not isinstance(flag, _Element):
         return False
-    (body,) = frame.module.called(loop, "body")
+    body, _ = frame.module.called(loop, 2)
     inside = ValueFrame(frame.module, body, lambda number, path: _Element(path))
-    return inside.value(body.result.name, flag.path) == 0
+    return inside.value(body.root.id, flag.path) == 0
 
 
 def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
-    """Count the iterations of a `while`; `None` if the text does not say.
+    """Count the iterations of a `while`; `None` if the program does not say.
 
     Args:
         frame: The computation the loop is in.
         loop: The `while` instruction.
     """
-    known = _KNOWN.search(loop.attributes.get("backend_config", ""))
+    known = _KNOWN.search(loop.backend_config)
     if known:
         return int(known[1])
-    (condition,) = frame.module.called(loop, "condition")
+    _, condition = frame.module.called(loop, 2)
     inside = ValueFrame(frame.module, condition, lambda number, path: _Element(path))
-    if _turns_itself_off(frame, loop, inside.value(condition.result.name)):
+    if _turns_itself_off(frame, loop, inside.value(condition.root.id)):
         return 1
-    compared = _comparison(inside, condition.result.name)
+    compared = _comparison(inside, condition.root)
     if compared is None:
         return None
     direction, left, right = compared
@@ -183,17 +178,16 @@ def trip_count(frame: ValueFrame, loop: Instruction) -> int | None:
     return _iterations(first + left.offset, step, direction, right)
 
 
-def _comparison(frame: ValueFrame, name: str) -> tuple[str, Value, Value] | None:
+def _comparison(frame: ValueFrame, instruction: Instruction) -> tuple[str, Value, Value] | None:
     """Return the comparison that a condition's root makes; `None` if it is not a comparison."""
-    instruction = frame.computation[name]
     if instruction.opcode == "compare":
         left, right = (frame.value(operand) for operand in instruction.operands)
-        return instruction.text("direction"), left, right
+        return instruction.direction, left, right
     if instruction.opcode in ("fusion", "call"):
-        (called,) = frame.module.called(instruction, "calls", "to_apply")
-        return _comparison(frame.call(instruction, called), called.result.name)
+        (called,) = frame.module.called(instruction)
+        return _comparison(frame.call(instruction, called), called.root)
     if instruction.opcode in _SAME_VALUE:
-        return _comparison(frame, instruction.operands[0])
+        return _comparison(frame, frame.computation.operand(instruction, 0))
     return None
 
 

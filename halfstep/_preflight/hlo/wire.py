@@ -6,8 +6,11 @@ integer or a run of bytes, which is a string, another message, or integers one a
 """
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 
-_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+# The kinds of fields that are runs of bytes; the length of `_BYTES` is before the run.
+_LENGTHS = MappingProxyType({1: 8, _BYTES: 0, 5: 4})
 
 
 class Message:
@@ -22,24 +25,38 @@ class Message:
             ValueError: If the bytes are not a message, or not a whole one.
         """
         self._fields: dict[int, list[int | bytes]] = {}
-        for number, value in _fields(data):
-            self._fields.setdefault(number, []).append(value)
+        at, end = 0, len(data)
+        while at < end:
+            key, at = _varint(data, at)
+            kind = key & 7
+            if kind == _VARINT:
+                value, at = _varint(data, at)
+            elif kind in _LENGTHS:
+                length, at = _varint(data, at) if kind == _BYTES else (_LENGTHS[kind], at)
+                left = end - at
+                if length > left:
+                    raise ValueError(f"{length} bytes are expected at {at}, and {left} are left")
+                value = data[at : at + length]
+                at += length
+            else:
+                raise ValueError(f"byte {at} is not the start of a protocol buffer's field")
+            self._fields.setdefault(key >> 3, []).append(value)
 
     def integer(self, number: int) -> int:
         """Return an integer, an enumeration or a boolean; the last one of a repeated field."""
         values = [v for v in self._fields.get(number, ()) if isinstance(v, int)]
-        return values[-1] if values else 0
+        return _signed(values[-1]) if values else 0
 
     def integers(self, number: int) -> tuple[int, ...]:
         """Return repeated integers, packed or not."""
         found: list[int] = []
         for value in self._fields.get(number, ()):
             found += [value] if isinstance(value, int) else _packed(value)
-        return tuple(found)
+        return tuple(map(_signed, found))
 
     def raw(self, number: int) -> bytes:
         """Return the bytes of a field; the last ones of a repeated field."""
-        values = self._runs(number)
+        values = self.runs(number)
         return values[-1] if values else b""
 
     def text(self, number: int) -> str:
@@ -48,7 +65,7 @@ class Message:
 
     def texts(self, number: int) -> tuple[str, ...]:
         """Return repeated strings."""
-        return tuple(value.decode("utf-8", "replace") for value in self._runs(number))
+        return tuple(value.decode("utf-8", "replace") for value in self.runs(number))
 
     def message(self, number: int) -> "Message":
         """Return a nested message."""
@@ -56,39 +73,22 @@ class Message:
 
     def messages(self, number: int) -> Iterator["Message"]:
         """Return repeated nested messages."""
-        return (Message(value) for value in self._runs(number))
+        return (Message(value) for value in self.runs(number))
 
     def has(self, number: int) -> bool:
         """Return whether a field is present."""
         return number in self._fields
 
-    def _runs(self, number: int) -> Sequence[bytes]:
+    def runs(self, number: int) -> Sequence[bytes]:
+        """Return the bytes of a repeated field."""
         return [v for v in self._fields.get(number, ()) if isinstance(v, bytes)]
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        if kind == _BYTES:
-            length, at = _varint(data, at)
-        elif kind in (_EIGHT, _FOUR):
-            length = 8 if kind == _EIGHT else 4
-        else:
-            raise ValueError(f"byte {at} is not the start of a protocol buffer's field: {kind=}")
-        if at + length > len(data):
-            raise ValueError(f"{length} bytes are expected at {at}, and {len(data) - at} are left")
-        yield key >> 3, data[at : at + length]
-        at += length
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Read an integer in groups of seven bits, the lowest first; return it and where it ends."""
+    # Most integers are a single byte, and a program has millions of them.
+    if at < len(data) and data[at] < 0x80:
+        return data[at], at + 1
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -99,6 +99,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
+
+
+def _signed(value: int) -> int:
+    """Return an integer as XLA's messages mean it: negative ones have their highest bit set."""
+    return value - 2**64 if value >> 63 else value
 
 
 def _packed(data: bytes) -> list[int]:

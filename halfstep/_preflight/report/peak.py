@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, HloNode, decode
+from halfstep._preflight.hlo.buffer_assignment import BufferAssignment, decode
 from halfstep._preflight.hlo.buffer_roles import BufferRoles
 from halfstep._preflight.hlo.live_buffers import LiveBuffer, LiveBuffers, live_buffers
 from halfstep._preflight.hlo.op_names import read
+from halfstep._preflight.hlo.program import Instruction
 from halfstep._preflight.report.roles import OTHER, Argument
 
 OUTPUTS = "outputs"
@@ -185,12 +186,12 @@ def make_peak(
         return None
     try:
         assignment = decode(dumped)
+        live = live_buffers(assignment, on_tpu=on_tpu)
+        buffers = _merged([_described(assignment, live, arguments), _code(code_bytes)])
     # A compiler of another version may write the assignment differently. All other figures are
     # available without it.
-    except ValueError:
+    except (ValueError, LookupError):
         return None
-    live = live_buffers(assignment, on_tpu=on_tpu)
-    buffers = _merged([_described(assignment, live, arguments), _code(code_bytes)])
     known = sum(buffer.bytes for buffer in buffers)
     # XLA:GPU's peak is that of the live values; on a TPU the whole allocation counts.
     gaps = live.gaps if on_tpu else 0
@@ -209,9 +210,7 @@ def _described(
 ) -> list[PeakBuffer]:
     roles = BufferRoles(assignment)
     parameters = {
-        node.parameter: node
-        for node in assignment.graph.members[assignment.graph.entry]
-        if node.opcode == "parameter"
+        node.parameter: node for node in assignment.module.entry if node.opcode == "parameter"
     }
     return [
         _argument(buffer, parameters.get(buffer.parameter), arguments)
@@ -222,7 +221,7 @@ def _described(
 
 
 def _argument(
-    buffer: LiveBuffer, parameter: HloNode | None, arguments: Sequence[Argument]
+    buffer: LiveBuffer, parameter: Instruction | None, arguments: Sequence[Argument]
 ) -> PeakBuffer:
     given = _given(parameter, arguments)
     label = parameter.op_name if parameter is not None else ""
@@ -238,7 +237,7 @@ def _argument(
     )
 
 
-def _given(parameter: HloNode | None, arguments: Sequence[Argument]) -> Argument | None:
+def _given(parameter: Instruction | None, arguments: Sequence[Argument]) -> Argument | None:
     """Find the argument that a parameter of the program stands for.
 
     JAX leaves out unused arguments, and names the others by their number: `args[7]`.
@@ -293,7 +292,7 @@ def _merged(parts: Sequence[Sequence[PeakBuffer]]) -> tuple[PeakBuffer, ...]:
 
 
 def _place(assignment: BufferAssignment, instruction: str) -> str:
-    for node in assignment.graph.nodes.values():
+    for node in assignment.module.instructions.values():
         if node.name == instruction:
             name = read(node.op_name).operation
             return f"{name} at {node.source}" if name and node.source else name

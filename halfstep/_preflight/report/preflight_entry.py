@@ -9,6 +9,7 @@ from halfstep._preflight.compile.lowering import Program
 from halfstep._preflight.hlo.analysis import Analysis, Collective, Contraction, analyze
 from halfstep._preflight.hlo.buffer_roles import TEMPORARIES as TEMPORARIES
 from halfstep._preflight.hlo.products import F8Count, Product, f8_count
+from halfstep._preflight.hlo.wire import Message
 from halfstep._preflight.report.peak import CODE as CODE, OUTPUTS as OUTPUTS, Peak, make_peak
 from halfstep._preflight.report.roles import Argument, roles as bytes_by_role
 from halfstep._preflight.report.roofline import Roofline, roofline
@@ -57,6 +58,8 @@ class PreflightEntry:
         versions: The versions of halfstep, JAX and the compilers.
         notes: Remarks: kernels that are not counted, messages of a compiler.
         hlo: The optimized program as text; empty in a report that was loaded.
+        proto: The optimized program and its buffer assignment as a message `xla.HloProto`, from
+            which preflight counts; empty in a report that was loaded.
         arguments: The arrays that the step is given: name, role, dtype, shape, bytes, donated.
             `None` in a report that was saved before halfstep kept them.
         program: A fingerprint of the program that the compiler was given. Two entries with the same
@@ -115,6 +118,7 @@ class PreflightEntry:
     written: Mapping[str, int] | None = None
     peak: Peak | None = dataclasses.field(default=None, repr=False)
     host_bytes: int | None = None
+    proto: bytes = dataclasses.field(default=b"", repr=False, compare=False)
 
     @property
     def headroom(self) -> int | None:
@@ -138,9 +142,9 @@ class PreflightEntry:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything except the program's text, as plain values for JSON."""
-        made = dataclasses.asdict(dataclasses.replace(self, hlo=""))
-        del made["hlo"]
+        """Return everything except the program itself, as plain values for JSON."""
+        made = dataclasses.asdict(dataclasses.replace(self, hlo="", proto=b""))
+        del made["hlo"], made["proto"]
         made["headroom"] = self.headroom
         made["contraction_flops"] = self.contraction_flops()
         made["f8"] = None if self.f8 is None else dataclasses.asdict(self.f8)
@@ -182,6 +186,7 @@ def make_entry(
         "flags": compiled.flags,
         "versions": {"halfstep": __version__, **compiled.versions},
         "hlo": compiled.hlo,
+        "proto": compiled.program,
         "arguments": arguments,
         "program": program.fingerprint,
     }
@@ -196,7 +201,7 @@ def make_entry(
         # XLA:TPU's figure of this name leaves out and includes memories other than the device's.
         peak = said.get("peak_memory_in_bytes") or peak
     host = sum(value for name, value in said.items() if name.startswith("host_"))
-    analysis = analyze(compiled.hlo, block_units=accelerator.has_block_units)
+    analysis = analyze(Message(compiled.program).raw(1), block_units=accelerator.has_block_units)
     parts = dict(roles)
     # A TPU stores arrays in tiles, float32 in 8 by 128: an array with few columns takes more than
     # its elements.
@@ -227,7 +232,7 @@ def make_entry(
         notes=tuple(_notes(analysis, host)),
         host_bytes=host,
         peak=make_peak(
-            compiled.buffers,
+            compiled.program,
             arguments,
             on_tpu=accelerator.platform == "tpu",
             peak_bytes=peak,
@@ -256,7 +261,7 @@ def _refused(common: dict[str, Any], compiled: CompilerAnswer, why: str) -> Pref
         roofline=None,
         estimates={},
         notes=(f"the compiler gave up: {why}",),
-        peak=make_peak(compiled.buffers, arguments, on_tpu=True, peak_bytes=None),
+        peak=make_peak(compiled.program, arguments, on_tpu=True, peak_bytes=None),
     )
 
 
