@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from halfstep._autocast.custom_rules import zero_tangent
 from halfstep._autocast.nested import RECOMPUTED
+from halfstep._autocast.recomputed.replay import pushed_as_one
 from halfstep._autocast.saved.float8 import keep, restore
 from halfstep._base import settled
 from halfstep._policy import Factor
@@ -101,8 +102,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None, only_gpu: bool)
     # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
     # out for TPUs only. So the derivative is written here. The values come out of the function as
     # it is, and the tangents out of a second copy of it, which begins behind a barrier of our own.
-    # To differentiate that copy in reverse, JAX transposes it; the checkpoint around the copy keeps
-    # its inside from being stored for that.
+    # That copy is one operation, so that nothing inside it is stored for its transpose.
     func = _traced_once(func)
 
     @jax.custom_jvp
@@ -126,7 +126,7 @@ def _again(func: Function, *, barred: bool, kept: Factor | None, only_gpu: bool)
             _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
             return _barred_but_on_tpu(made) if barred and not only_gpu else made
 
-        return jax.checkpoint(push, prevent_cse=False)
+        return pushed_as_one(push)
 
     def rule(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
         moving = tuple(i for i, tangent in enumerate(tangents) if _moves(tangent))

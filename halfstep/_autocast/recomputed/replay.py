@@ -233,15 +233,78 @@ class _Linear:
         return Excerpt(function, jaxpr.eqns, inputs, made, by="transpose"), places
 
 
+class _Recomputed:
+    """A derivative all of which is computed when tangents come, or their cotangents."""
+
+    def __init__(self, function: ClosedJaxpr, residuals: int) -> None:
+        jaxpr = function.jaxpr
+        self.residuals, tangents = jaxpr.invars[:residuals], jaxpr.invars[residuals:]
+        self.types = [tangent.aval for tangent in tangents]
+        self.avals = [out.aval for out in jaxpr.outvars]
+        self.program = Excerpt(function, jaxpr.eqns, jaxpr.invars, jaxpr.outvars, by="jvp")
+        moving = _reached(jaxpr.eqns, tangents)
+        linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
+        known = [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)]
+        made = {var for eqn in known for var in eqn.outvars}
+        read = variables_of(atom for eqn in linear for atom in eqn.invars)
+        kept = [var for var in (*self.residuals, *made) if var in read]
+        self.known = Excerpt(function, known, self.residuals, kept, by="jvp")
+        self.linear = Excerpt(function, linear, [*kept, *tangents], jaxpr.outvars, by="jvp")
+        self._transposed: dict[Hashable, Function] = {}
+
+    def transposed(
+        self, wanted: tuple[int, ...], residuals: Sequence[Any], cotangents: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return the cotangents of all tangents, as `_Linear` does."""
+
+        def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+            # The scope by which `preflight` knows what `jax.checkpoint` recomputes.
+            with jax.named_scope("rematted_computation"):
+                known = self.known(residuals)
+
+            def forward(*tangents: Any) -> list[Any]:
+                made = self.linear([*known, *tangents])
+                return [made[place] for place in wanted]
+
+            return jax.linear_transpose(forward, *self.types)(list(cotangents))
+
+        # Second derivatives do not store the inside either.
+        made = self._transposed.setdefault(wanted, jax.checkpoint(backward, prevent_cse=False))
+        return made(residuals, cotangents)
+
+
+def pushed_as_one(push: Function) -> Function:
+    """Return a function of residuals and tangents, linear in these, as one operation.
+
+    In reverse, JAX keeps the residuals and nothing else. `jax.checkpoint` around the function would
+    do the same today, but with `jax_remat3` JAX cannot transpose it.
+    """
+
+    @functools.cache
+    def made(structure: Any, residuals: int, types: tuple[Any, ...]) -> _Recomputed:
+        def flat(*values: Any) -> Sequence[Any]:
+            leaves, tangents = values[:residuals], values[residuals:]
+            return push(jax.tree.unflatten(structure, leaves), tangents)
+
+        return _Recomputed(jax.make_jaxpr(flat)(*types), residuals)
+
+    def call(residuals: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(residuals)
+        values = [*leaves, *tangents]
+        return tuple(_push.bind(*values, function=made(structure, len(leaves), _types(values))))
+
+    return call
+
+
 _push = core.Primitive("halfstep_tangents")
 _push.multiple_results = True
 
 
-def _apply(*values: Any, function: _Linear) -> list[Any]:
+def _apply(*values: Any, function: _Linear | _Recomputed) -> list[Any]:
     return function.program(values)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear | _Recomputed) -> Any:
     moving = [place for place, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
 
     def moved(*some: Any) -> list[Any]:
@@ -253,19 +316,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear) 
     return jax.jvp(moved, [primals[n] for n in moving], [tangents[n] for n in moving])
 
 
-def _transpose(cotangents: Sequence[Any], *values: Any, function: _Linear) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *values: Any, function: _Linear | _Recomputed) -> list[Any]:
     residuals = values[: len(function.residuals)]
     wanted = tuple(n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
     made = function.transposed(wanted, residuals, [cotangents[n] for n in wanted])
-    return [None] * len(residuals) + made
+    return [*[None] * len(residuals), *made]
 
 
-def _batch(values: Sequence[Any], axes: Sequence[Any], *, function: _Linear) -> Any:
+def _batch(values: Sequence[Any], axes: Sequence[Any], *, function: _Linear | _Recomputed) -> Any:
     made = jax.vmap(functools.partial(_apply, function=function), in_axes=tuple(axes))(*values)
     return made, [0] * len(made)
 
 
-def _abstract(*_: ShapedArray, function: _Linear) -> list[Any]:
+def _abstract(*_: ShapedArray, function: _Linear | _Recomputed) -> list[Any]:
     return function.avals
 
 
