@@ -167,7 +167,10 @@ def _plan_remat(
     remat = node.structured(Remat)
     is_recomputed = settings.islands and remat.policy is None and settings.saves is None
     settings = dataclasses.replace(without_islands(settings), is_recomputed=is_recomputed)
-    if settings.residuals is not None or settings.saves is not None:
+    # With `jax_remat3` JAX asks no policy about what is inside a function with a derivative of its
+    # own, as many products have here: so what the policy saves gets a name.
+    is_named = remat.policy is not None and getattr(jax.config, "jax_remat3", False)
+    if settings.residuals is not None or settings.saves is not None or is_named:
         settings = dataclasses.replace(settings, residuals=None, saves=_saves(remat, settings))
     (graph,), (path,) = node.graphs, around.paths(node)
     entering = around.entering

@@ -129,7 +129,8 @@ _ROWS = (
             "with_memory_space_constraint xla_metadata_value bcoo_extract bcoo_fromdense "
             "bcoo_sort_indices bcoo_transpose bcsr_extract bcsr_fromdense coo_fromdense "
             "csr_fromdense zeros_like nonbatchable nondifferentiable_backward nontraceable "
-            "unvmap_max halfstep_settle halfstep_reread halfstep_once halfstep_apart"
+            "unvmap_max halfstep_settle halfstep_store halfstep_reread halfstep_once "
+            "halfstep_apart"
         ),
     ),
     (
@@ -189,8 +190,8 @@ PASSING = frozenset(
         "reduce_window_min cummax cummin optimization_barrier name sharding_constraint mesh_cast "
         "reshard pvary pcast all_gather all_gather_invariant all_to_all ppermute pbroadcast pmax "
         "pmin device_put split unstack tile broadcast_to select_n concatenate stack pad "
-        "dynamic_update_slice scatter max min clamp halfstep_settle halfstep_reread halfstep_once "
-        "halfstep_apart"
+        "dynamic_update_slice scatter max min clamp halfstep_settle halfstep_store halfstep_reread "
+        "halfstep_once halfstep_apart"
     )
 )
 """Operations that hand values on: rounding before or after them gives the same result."""

@@ -49,9 +49,11 @@ from halfstep._base.options import (
     refusing as refusing,
 )
 from halfstep._base.private_jax import (
+    NAME_PRIMITIVE as NAME_PRIMITIVE,
     OWN_FOLDER as OWN_FOLDER,
     Traceback as Traceback,
     answer_partitioner as answer_partitioner,
+    define_split as define_split,
     is_compiling as is_compiling,
     lines_of_backward_functions as lines_of_backward_functions,
 )

@@ -32,7 +32,9 @@ def closed(jaxpr: object) -> ClosedJaxpr:
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[ClosedJaxpr]:
     """Yield the functions that an operation's parameters hold, whatever their names."""
-    for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
+    # An operation that is written as a class (`jax.experimental.hijax`) has parameters of its own.
+    own: Any = getattr(params.get("_prim"), "params", {})
+    for value in jax.tree.leaves([*params.values(), *own.values()], is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield closed(value)
 

@@ -4,15 +4,22 @@
 """
 
 import contextlib
+import functools
+import importlib
 import os
 import sys
 import types
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
+from jax.extend.core import Primitive
 
+# Public as `jax.ad_checkpoint.name_p` since JAX 0.12.
+NAME_PRIMITIVE: Primitive = getattr(sys.modules[checkpoint_name.__module__], "name_p")  # noqa: B009
+"""The primitive of `jax.ad_checkpoint.checkpoint_name`, which policies are asked about."""
 OWN_FOLDER = os.path.join(os.path.dirname(__file__), "")
 """Frames of the files in this folder are not the user's, not even where there are no others."""
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
@@ -143,3 +150,30 @@ def answer_partitioner(key: str, mesh: Any, partition: Any, operands: int) -> ob
     made = make(None, partition, named, ins, leaf, None, context, mesh, ())
     answers[key.encode()] = made
     return made
+
+
+def define_split(primitive: Primitive, rule: Callable[..., tuple[Any, Any, Any]]) -> None:
+    """Say how `jax.checkpoint` splits an operation of ours with `jax_remat3`.
+
+    Without the flag JAX asks `jax.interpreters.partial_eval`. If JAX changes how it asks with the
+    flag, all of the operation is recomputed.
+
+    Args:
+        primitive: The operation, which has one result.
+        rule: Given a function that splits other functions, and the operands and parameters. It
+            returns the result, what is kept for recomputing it, and the function that recomputes it
+            from what is kept and the operands. What `split(func, *values)` returns are the result
+            of `func` now, and a function, all of whose leaves are kept, that recomputes it.
+    """
+    try:
+        module: Any = importlib.import_module("jax._src.interpreters.remat")
+        rules, transform = module.rules, module.remat_transform
+    except (ImportError, AttributeError):
+        return
+
+    def by_trace(trace: Any, *values: Any, **params: Any) -> tuple[Any, Any, Any]:
+        rules_of_vjp = {"custom_vjp_rules": trace.custom_vjp_rules}
+        split = functools.partial(transform, trace.policy, **rules_of_vjp)
+        return rule(split, *values, **params)
+
+    rules[primitive] = by_trace

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from halfstep._base import NAME as SETTLE, ClosedJaxpr, FlatCall
+from halfstep._base import NAME as SETTLE, NAME_PRIMITIVE, ClosedJaxpr, FlatCall
 from halfstep._explain.entries import Typed, typed
 from halfstep._policy import plain_scope
 from halfstep._program import (
@@ -22,6 +22,7 @@ from halfstep._program import (
     ShardMap,
     Source,
     is_literal,
+    spelled,
     structure_of,
     variables_of,
 )
@@ -155,14 +156,15 @@ def vjp_by_parameters(
 
 def _residual(var: core.Var, function: "_Function", finder: Finder) -> Residual:
     equation, scope = function.origin(var)
+    primitive, params = spelled(equation)
     return Residual(
         typed(var.aval),
-        equation.primitive.name,
+        primitive.name,
         finder.find(equation.source_info.traceback),
         scope,
         isinstance(seen := function.viewed(var), int),
         isinstance(seen, core.Literal),
-        str(equation.params.get("name", "")) if equation.primitive.name == "name" else "",
+        str(params.get("name", "")) if primitive is NAME_PRIMITIVE else "",
     )
 
 
@@ -204,7 +206,9 @@ class _Function:
         maker = self.made.get(var) if isinstance(var, core.Var) else None
         if maker is None:
             return equation
-        is_named = equation.primitive.name == "reduce_precision" and maker.primitive.name == "name"
+        is_named = (
+            equation.primitive.name == "reduce_precision" and spelled(maker)[0] is NAME_PRIMITIVE
+        )
         return maker if is_named or equation.primitive.name == "device_put" else equation
 
     def viewed(self, var: core.Var | core.Literal) -> "int | core.Literal | None":

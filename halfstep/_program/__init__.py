@@ -5,6 +5,7 @@ from halfstep._program.control_flow import (
     bind_again as bind_again,
     equations as equations,
     functions_in as functions_in,
+    spelled as spelled,
     structure_of as structure_of,
 )
 from halfstep._program.excerpt import (

@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.extend.core.primitives import remat_p
 
-from halfstep._base import ClosedJaxpr, closed, jaxprs_in, known_to_work
+from halfstep._base import NAME_PRIMITIVE, ClosedJaxpr, closed, jaxprs_in, known_to_work
 from halfstep._program.structures import (
     Cond,
     CustomJvp,
@@ -220,8 +222,10 @@ def _opaque(params: _Parameters) -> Opaque:
     # All operations that are written as classes (`jax.experimental.hijax`) share one primitive.
     operation = params["_prim"]
     avals = params.read("_prim", lambda found: found.in_avals)
-    function = jax.make_jaxpr(operation.expand)(*avals)
-    return Opaque(type(operation).__name__, (function,))
+    # Those that hold functions expand to what runs them, such as a loop with a `Ref` for a carry.
+    held = tuple(jaxprs_in(params.params))
+    functions = held or (jax.make_jaxpr(operation.expand)(*avals),)
+    return Opaque(type(operation).__name__, functions)
 
 
 _ROWS: tuple[tuple[type[Structure], Callable[[_Parameters], Structure]], ...] = (
@@ -241,6 +245,33 @@ TABLE = MappingProxyType({name: read for kind, read in _ROWS for name in kind.na
 """The reader of every structured primitive, by name."""
 
 
+# With `jax_remat3` JAX makes objects of these classes, with the parameters of these primitives.
+_FORMER = MappingProxyType(
+    {
+        "RematTraced": (remat_p, {"prevent_cse": True, "differentiated": False}),
+        "CheckpointName": (NAME_PRIMITIVE, {}),
+        "CheckpointNameFwd": (NAME_PRIMITIVE, {}),
+    }
+)
+
+
+def spelled(equation: core.JaxprEqn) -> tuple[core.Primitive, Mapping[str, Any]]:
+    """Return the primitive and the parameters of an operation, as JAX has them without flags."""
+    primitive, params = equation.primitive, equation.params
+    return _former(primitive.name, params) or (primitive, params)
+
+
+def _former(
+    name: str, params: Mapping[str, Any]
+) -> tuple[core.Primitive, Mapping[str, Any]] | None:
+    operation = params["_prim"] if name == "call_hi_primitive" else None
+    if type(operation).__name__ not in _FORMER:
+        return None
+    primitive, defaults = _FORMER[type(operation).__name__]
+    own = _Parameters(name, params).read("_prim", operator.attrgetter("params"))
+    return primitive, {**defaults, **own}
+
+
 def structure_of(name: str, params: Mapping[str, Any]) -> Structure | None:
     """Return the structure of a primitive, read from its parameters; `None` if it has none.
 
@@ -251,6 +282,8 @@ def structure_of(name: str, params: Mapping[str, Any]) -> Structure | None:
     Raises:
         JaxVersionError: If the installed JAX describes the primitive in an unknown way.
     """
+    if (found := _former(name, params)) is not None:
+        name, params = found[0].name, found[1]
     read = TABLE.get(name)
     return None if read is None else read(_Parameters(name, params))
 
@@ -276,6 +309,9 @@ def bind_again(
     primitive: core.Primitive, params: Mapping[str, Any], operands: Sequence[Any]
 ) -> list[Any]:
     """Run a primitive on operands, with the parameters of an equation."""
+    if primitive is NAME_PRIMITIVE:
+        # By the public function, which makes another operation with `jax_remat3`.
+        return [checkpoint_name(operands[0], params["name"])]
     # An equation holds traced functions, and `bind` of some primitives needs callables. The
     # primitive itself knows how to convert them back.
     results = primitive.bind(*operands, **primitive.get_bind_params(dict(params)))

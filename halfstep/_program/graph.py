@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.core import AbstractValue, Tracer
 from jax.extend import core, source_info_util
+from jax.ref import AbstractRef
 
-from halfstep._base import ClosedJaxpr
+from halfstep._base import ClosedJaxpr, jaxprs_in
 from halfstep._policy import plain_scope
-from halfstep._program.control_flow import structure_of
+from halfstep._program.control_flow import spelled, structure_of
 from halfstep._program.structures import Jit, Structure
 
 _S = TypeVar("_S", bound=Structure)
@@ -229,16 +230,26 @@ class _Builder:
             env.update(zip(equation.outvars, outs, strict=True))
             self.nodes.append(
                 Node(
-                    equation.primitive,
-                    equation.params,
+                    *spelled(equation),
                     tuple(operands),
                     outs,
                     source,
-                    any(map(_orders, equation.effects)),
+                    _has_effect(equation),
                     self.scope,
                 )
             )
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def _has_effect(equation: core.JaxprEqn) -> bool:
+    """Return whether an operation runs even if nothing reads its results, and in its place.
+
+    So does what is given a `Ref`, which it may write to, and what holds a function with an effect,
+    whether or not the operation declares the effect.
+    """
+    inside = (effect for inner in jaxprs_in(equation.params) for effect in inner.effects)
+    takes_ref = any(isinstance(atom.aval, AbstractRef) for atom in equation.invars)
+    return takes_ref or any(map(_orders, (*equation.effects, *inside)))
 
 
 def _orders(effect: object) -> bool:

@@ -304,7 +304,9 @@ def _apply(*values: Any, function: _Linear | _Recomputed) -> list[Any]:
     return function.program(values)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear | _Recomputed) -> Any:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear | _Recomputed
+) -> Any:
     moving = [place for place, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
 
     def moved(*some: Any) -> list[Any]:
@@ -316,7 +318,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear |
     return jax.jvp(moved, [primals[n] for n in moving], [tangents[n] for n in moving])
 
 
-def _transpose(cotangents: Sequence[Any], *values: Any, function: _Linear | _Recomputed) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *values: Any, function: _Linear | _Recomputed
+) -> list[Any]:
     residuals = values[: len(function.residuals)]
     wanted = tuple(n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
     made = function.transposed(wanted, residuals, [cotangents[n] for n in wanted])

@@ -20,8 +20,8 @@ kept in 16 bits. A value without a name is recomputed. A value is moved to the h
 says so for its name. The policy reads the decision from the name, so it needs no table of values,
 and JAX handles loops, `vmap` and `shard_map` inside and outside the function.
 
-The code is made in the derivative rule of a `custom_jvp`, so a function that is not differentiated
-computes no code. Second derivatives would silently lack the part through the code, so they raise.
+The code is made in a derivative rule, so a function that is not differentiated computes no code.
+Second derivatives would silently lack the part through the code, so they raise.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from halfstep._autocast.saved.float8 import Kept, keep, restore
 from halfstep._autocast.saved.int4 import BLOCK, Packed, pack, unpack
-from halfstep._base import cast, settled, type_of
+from halfstep._base import cast, define_split, settled, type_of
 from halfstep._policy import Factor, Operation, StoreRule
 
 _PREFIX = "halfstep/"
@@ -214,20 +214,7 @@ def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:
     if code is None or not _is_encoded(value, code, compute):
         return checkpoint_name(value, store.name)
 
-    @jax.custom_jvp
-    def same(value: jax.Array) -> jax.Array:
-        return value
-
-    def rule(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
-        (value,) = primals
-        made = _encoded(_once.bind(value), code, compute)
-        if store.barred:
-            value, made = jax.lax.optimization_barrier((value, made))
-        back = _decoded(checkpoint_name(made, f"{store.name}#{_ENCODED}"), value.dtype)
-        return _reread.bind(value, back), tangents[0]
-
-    same.defjvp(rule)
-    return same(value)
+    return _store.bind(value, store=store, compute=compute)
 
 
 def stored_bytes(aval: ShapedArray, code: str | None, *, compute: np.dtype) -> int:
@@ -339,3 +326,70 @@ ad.primitive_jvps[_reread] = _jvp
 batching.primitive_batchers[_reread] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[_reread] = _split
 mlir.register_lowering(_reread, lambda context, value, back: [value])
+
+
+# `_store` makes the code of a value where the value is differentiated, and nowhere else. It is a
+# primitive: with `jax_remat3` JAX does not look into a `custom_jvp` for what a policy saves.
+_store = Primitive("halfstep_store")
+
+
+def _made(
+    value: jax.Array, store: Store, compute: np.dtype, see: Callable[[Any], Any] = lambda code: code
+) -> tuple[jax.Array, Any]:
+    """Return a value and its code, under the name that a policy saves."""
+    made = _encoded(_once.bind(value), store.code or "", compute)
+    if store.barred:
+        value, made = jax.lax.optimization_barrier((value, made))
+    return value, checkpoint_name(jax.tree.map(see, made), f"{store.name}#{_ENCODED}")
+
+
+def _store_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], **how: Any
+) -> tuple[jax.Array, Any]:
+    value, made = _made(*primals, **how)
+    return _reread.bind(value, _decoded(made, value.dtype)), tangents[0]
+
+
+def _store_batch(values: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[Any, int]:
+    # Codes have scales for rows, which are the last dimension.
+    return _store.bind(jnp.moveaxis(values[0], axes[0], 0), **how), 0
+
+
+def _store_split(
+    split: Callable[..., Any], value: jax.Array, **how: Any
+) -> tuple[Any, Any, Callable[..., Any]]:
+    """Split `_store` for `jax.checkpoint` with `jax_remat3`: see `define_split`."""
+    dtypes: list[np.dtype] = []
+
+    def bits(part: jax.Array) -> jax.Array:
+        # `jax.checkpoint` rounds what it saves to the exponents that IEEE's formats have, and
+        # `float8_e4m3fn` has one more.
+        dtypes.append(part.dtype)
+        is_byte = part.dtype.itemsize == 1
+        return jax.lax.bitcast_convert_type(part, np.uint8) if is_byte else part
+
+    (value, _), again = split(lambda value: _made(value, **how, see=bits), value)
+
+    def later(again: Callable[..., Any], value: jax.Array) -> jax.Array:
+        _, kept = again(jax.lax.stop_gradient(value))
+        kept, structure = jax.tree.flatten(kept)
+        parts = map(jax.lax.bitcast_convert_type, kept, dtypes)
+        return _restored(value, _decoded(jax.tree.unflatten(structure, parts), value.dtype))
+
+    return value, again, later
+
+
+@jax.custom_jvp
+def _restored(value: jax.Array, back: jax.Array) -> jax.Array:
+    """Return the value that a code stands for, whose derivative is that of the encoded value."""
+    del value
+    return back
+
+
+_restored.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+_store.def_impl(lambda value, **_: value)
+_store.def_abstract_eval(lambda value, **_: value)
+ad.primitive_jvps[_store] = _store_jvp
+batching.primitive_batchers[_store] = _store_batch
+mlir.register_lowering(_store, lambda context, value, **_: [value])
+define_split(_store, _store_split)
