@@ -34,6 +34,7 @@ from halfstep._program import (
     Interpreter,
     LinearSolve,
     Node,
+    Opaque,
     Operand,
     as_linear_as_said,
     bind_again,
@@ -341,7 +342,17 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
     if node.name in LinearSolve.names and plan.settings.compute == np.float16:
         # bfloat16 overflows where float32 does, so for bfloat16 the function stays as written.
         params = as_linear_as_said(params, len(operands))
-    return bind_again(node.primitive, params, operands)
+    try:
+        return bind_again(node.primitive, params, operands)
+    except NotImplementedError as error:
+        if decision.known and not isinstance(node.structure, Opaque):
+            raise
+        name = node.structure.label if isinstance(node.structure, Opaque) else node.name
+        raise NotImplementedError(
+            f"`{name}` runs as it is written, and JAX needs a rule for it here that it does not "
+            f"have: {error} Plain JAX needs it, too. Define the rule, or keep the operation out of "
+            "what is differentiated or mapped, with `jax.lax.stop_gradient` on its operands."
+        ) from error
 
 
 def _has_own_gradients(plan: Plan, index: int) -> bool:
