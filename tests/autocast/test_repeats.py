@@ -29,11 +29,14 @@ def recomputed(func: Callable[..., Any], *args: Any) -> list[Any]:
 
 def in_trace(func: Callable[..., Any], *args: Any) -> list[Any]:
     traced = jax.make_jaxpr(func)(*args)
-    return [
-        equation.params["jaxpr"]
-        for equation in equations(traced)
-        if equation.primitive.name in ("checkpoint", "remat", "remat2")
-    ]
+    found = []
+    for equation in equations(traced):
+        if equation.primitive.name in ("checkpoint", "remat", "remat2"):
+            found.append(equation.params["jaxpr"])
+        # The tangents of an island are one operation. So are those of layers that are shared.
+        elif isinstance(function := equation.params.get("function"), replay.Recomputed):
+            found.append(function)
+    return found
 
 
 def distinct(functions: list[Any]) -> int:

@@ -233,7 +233,7 @@ class _Linear:
         return Excerpt(function, jaxpr.eqns, inputs, made, by="transpose"), places
 
 
-class _Recomputed:
+class Recomputed:
     """A derivative all of which is computed when tangents come, or their cotangents."""
 
     def __init__(self, function: ClosedJaxpr, residuals: int) -> None:
@@ -281,12 +281,12 @@ def pushed_as_one(push: Function) -> Function:
     """
 
     @functools.cache
-    def made(structure: Any, residuals: int, types: tuple[Any, ...]) -> _Recomputed:
+    def made(structure: Any, residuals: int, types: tuple[Any, ...]) -> Recomputed:
         def flat(*values: Any) -> Sequence[Any]:
             leaves, tangents = values[:residuals], values[residuals:]
             return push(jax.tree.unflatten(structure, leaves), tangents)
 
-        return _Recomputed(jax.make_jaxpr(flat)(*types), residuals)
+        return Recomputed(jax.make_jaxpr(flat)(*types), residuals)
 
     def call(residuals: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(residuals)
@@ -300,13 +300,11 @@ _push = core.Primitive("halfstep_tangents")
 _push.multiple_results = True
 
 
-def _apply(*values: Any, function: _Linear | _Recomputed) -> list[Any]:
+def _apply(*values: Any, function: _Linear | Recomputed) -> list[Any]:
     return function.program(values)
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear | _Recomputed
-) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Linear | Recomputed) -> Any:
     moving = [place for place, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
 
     def moved(*some: Any) -> list[Any]:
@@ -319,7 +317,7 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *values: Any, function: _Linear | _Recomputed
+    cotangents: Sequence[Any], *values: Any, function: _Linear | Recomputed
 ) -> list[Any]:
     residuals = values[: len(function.residuals)]
     wanted = tuple(n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
@@ -327,12 +325,12 @@ def _transpose(
     return [*[None] * len(residuals), *made]
 
 
-def _batch(values: Sequence[Any], axes: Sequence[Any], *, function: _Linear | _Recomputed) -> Any:
+def _batch(values: Sequence[Any], axes: Sequence[Any], *, function: _Linear | Recomputed) -> Any:
     made = jax.vmap(functools.partial(_apply, function=function), in_axes=tuple(axes))(*values)
     return made, [0] * len(made)
 
 
-def _abstract(*_: ShapedArray, function: _Linear | _Recomputed) -> list[Any]:
+def _abstract(*_: ShapedArray, function: _Linear | Recomputed) -> list[Any]:
     return function.avals
 
 
