@@ -346,7 +346,8 @@ def _made(
 def _store_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], **how: Any
 ) -> tuple[jax.Array, Any]:
-    value, made = _made(*primals, **how)
+    (value,) = primals
+    value, made = _made(value, **how)
     return _reread.bind(value, _decoded(made, value.dtype)), tangents[0]
 
 

@@ -188,7 +188,7 @@ def _inside(
         if decision.inner is None or node.structure is None:
             continue
         for inner, call in zip(inner_plans(decision.inner), node.structure.inner(), strict=True):
-            yield from _inside(inner, times * call.times, place.within(node.name))
+            yield from _inside(inner, times * call.times, place.within(node.name, is_last=False))
 
 
 def _anchors(plan: Plan, nodes: Sequence[int], wanted: Sequence[set[int]]) -> set[int]:
