@@ -4,7 +4,9 @@
 
 Each program is evaluated in float64, plain and cast, and must be the same function when roundings
 are taken away; half of them are compiled and run as well, and must differ from the exact result by
-no more than roundings can explain. `--planted 400` plants errors of 10 % and 1 % in as many
+no more than roundings can explain. With `--composed` the programs are loops that hold state, inside
+and around JAX's transformations, and each is compared with float64 and with casts by hand.
+`--planted 400` plants errors of 10 % and 1 % in as many
 programs each, in values and in gradients, and says how many are found. What fails is printed as
 a program that has been made small. The exit status is 1 if something failed.
 
@@ -45,8 +47,9 @@ _FLAGS = (
 )
 
 
-def _programs(seeds: Sequence[int], run: float) -> list[dict[str, Any]]:
+def _programs(seeds: Sequence[int], run: float, composed: bool) -> list[dict[str, Any]]:
     """Some programs, in this process."""
+    from tests.fuzz._compose_run import composed_outcome
     from tests.fuzz._run import QUESTIONS, Outcome, outcome
 
     # Tracing makes millions of objects that are not garbage: to look for cycles among them as often
@@ -58,7 +61,11 @@ def _programs(seeds: Sequence[int], run: float) -> list[dict[str, Any]]:
         questions = QUESTIONS if (seed * 2654435761 % 2**32) / 2**32 < run else QUESTIONS[:1]
         start = time.perf_counter()
         try:
-            made = outcome(seed, questions, shrink=60)
+            made = (
+                composed_outcome(seed, shrink=40)
+                if composed
+                else outcome(seed, questions, shrink=60)
+            )
         except Exception as error:  # A fault of the oracle ends its own program, not the run.
             text = f"the oracle raised {type(error).__name__}: {error}"[:300]
             made = Outcome(seed, text, failed=True)
@@ -91,13 +98,16 @@ def _in_processes(
             yield from rows
 
 
-def programs(seeds: Sequence[int], run: float, processes: int) -> dict[str, Any]:
+def programs(
+    seeds: Sequence[int], run: float, processes: int, composed: bool = False
+) -> dict[str, Any]:
     """What became of the programs of some seeds."""
     outcomes: collections.Counter[str] = collections.Counter()
-    failures, seconds = [], 0.0
-    work = functools.partial(_programs, run=run)
+    failures, seconds, redrawn = [], 0.0, 0
+    work = functools.partial(_programs, run=run, composed=composed)
     for row in _in_processes(work, seeds, processes, f"from {seeds[0]:,}"):
         seconds += row["seconds"]
+        redrawn += row["redrawn"]
         # Numbers in messages differ from program to program.
         kind = re.sub(r"[-\d.e+]*\d", "N", row["text"])[:80]
         outcomes["failed" if row["failed"] else kind] += 1
@@ -111,6 +121,8 @@ def programs(seeds: Sequence[int], run: float, processes: int) -> dict[str, Any]
         "compared": sum(n for kind, n in outcomes.items() if kind.startswith("same")),
         "run": outcomes["same, run"],
         "seconds": round(seconds, 1),
+        "composed": composed,
+        "redrawn": redrawn,
         "outcomes": dict(outcomes.most_common()),
         "failures": failures,
     }
@@ -133,22 +145,23 @@ def mended(made: dict[str, Any], run: float, processes: int) -> dict[str, Any]:
     outcomes["failed"] -= len(failed)
     others = made["programs"] - len(failed)
     rest = {**made, "programs": others, "outcomes": outcomes, "failures": []}
-    return _summed(rest, programs(failed, run, processes))
+    return _summed(rest, programs(failed, run, processes, made.get("composed", False)))
 
 
 def _summed(made: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     # The sum of two counters leaves out what was counted zero times.
     outcomes = collections.Counter(made["outcomes"]) + collections.Counter(more["outcomes"])
-    sums = ("programs", "compared", "run", "seconds")
+    sums = ("programs", "compared", "run", "seconds", "redrawn")
     return {
         **made,
-        **{name: round(made[name] + more[name], 1) for name in sums},
+        # What was saved before there were composed programs has no number of those drawn again.
+        **{name: round(made[name] + more[name], 1) for name in sums if name in made},
         "outcomes": dict(outcomes.most_common()),
         "failures": [*made["failures"], *more["failures"]],
     }
 
 
-def earlier(file: str, first: int) -> dict[str, Any] | None:
+def earlier(file: str, first: int, composed: bool = False) -> dict[str, Any] | None:
     """The results of a run that was stopped, if it has saved any."""
     path = pathlib.Path(file)
     if not path.exists():
@@ -161,6 +174,8 @@ def earlier(file: str, first: int) -> dict[str, Any] | None:
         for name, version in now.items()
         if saved["versions"].get(name) != version
     }
+    if saved["programs"].get("composed", False) != composed:
+        raise SystemExit(f"{file} has programs of the other kind: pass or leave out --composed.")
     if changed or saved["programs"]["first_seed"] != first:
         raise SystemExit(
             f"{file} must be of the same versions and begin at seed {first} to be resumed; got "
@@ -198,6 +213,8 @@ def bars(results: dict[str, Any]) -> dict[str, bool]:
         # One whose programs all say nothing would pass, too.
         "nine of ten programs are compared": ran["compared"] >= 0.9 * ran["programs"] > 0,
     }
+    if ran.get("composed"):
+        made["one of twenty programs is drawn again"] = ran["redrawn"] <= 0.05 * ran["programs"]
     for row in results["planted"]:
         least = 0.95 if row["error"] == "10%" else 0.6
         name = f"{least:.0%} of errors of {row['error']} found, {row['in']}"
@@ -212,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--run", type=float, default=0.5, help="share that is run (0.5)")
     options.add_argument("--planted", type=int, default=0, help="programs to plant errors in")
     options.add_argument("--resume", action="store_true", help="go on with the run of FILE")
+    options.add_argument("--composed", action="store_true", help="loops that hold state")
     options.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parsed = options.parse_args(argv)
     if parsed.resume and parsed.json in (None, "-"):
@@ -227,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         results = _results(parsed)
     made = results["programs"]
+    if parsed.composed:
+        print(f"{made['redrawn']} programs were drawn again")
     each = made["seconds"] / max(made["programs"], 1)
     print(
         f"{made['programs']} programs, {made['compared']} compared, {made['run']} of them run, "
@@ -246,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _results(parsed: argparse.Namespace) -> dict[str, Any]:
     """All that is asked for, saved after every block."""
-    results = (earlier(parsed.json, parsed.first) if parsed.resume else None) or {"planted": []}
+    saved = earlier(parsed.json, parsed.first, parsed.composed) if parsed.resume else None
+    results = saved or {"planted": []}
     if parsed.planted:
         results["planted"] = planted(parsed.first, parsed.planted, parsed.processes)
     done = results["programs"]["programs"] if "programs" in results else 0
@@ -255,7 +276,8 @@ def _results(parsed: argparse.Namespace) -> dict[str, Any]:
     for block in range(done, parsed.count, BLOCK):
         count = min(BLOCK, parsed.count - block)
         first = parsed.first + block
-        more = programs(range(first, first + count), parsed.run, parsed.processes)
+        seeds = range(first, first + count)
+        more = programs(seeds, parsed.run, parsed.processes, parsed.composed)
         results["programs"] = added(results["programs"], more) if block else more
         results["bars"] = bars(results)
         if parsed.json != "-":

@@ -66,6 +66,18 @@ def exactly(value: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
     return value
 
 
+def nearest(value: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
+    """Each result becomes the nearest number of its dtype, as if operations were never fused."""
+    del terms
+    # Not integers, nor complex numbers.
+    return value.astype(dtype).astype(value.dtype) if value.dtype == np.float64 else value
+
+
+def nearest_half(value: np.ndarray, dtype: np.dtype, terms: int) -> np.ndarray:
+    """The same of 16 bits; results of other dtypes are exact."""
+    return nearest(value, dtype, terms) if dtype in _NARROW else value
+
+
 def moved(seed: int, size: float = 1e-13) -> Round:
     """Each result is moved by a tiny random factor."""
     random = np.random.default_rng(seed)
@@ -123,6 +135,9 @@ class Evaluator:
     ) -> None:
         self.rounding, self.models_rounding = rounding, models_rounding
         self.constants = constants
+        # By what they were made of, which is kept: JAX compiles an operation again for a program
+        # that is another object.
+        self.widened: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
         """The results of a program."""
@@ -398,10 +413,12 @@ def _widened(params: Mapping[str, Any], evaluator: Evaluator) -> dict[str, Any]:
 def _wide_parameter(value: Any, evaluator: Evaluator) -> Any:
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return wide(value)
-    if isinstance(value, ClosedJaxpr):
-        return _wide_program(value, evaluator)
-    if isinstance(value, core.Jaxpr):
-        return _wide_program(ClosedJaxpr(value, ()), evaluator).jaxpr
+    if isinstance(value, ClosedJaxpr | core.Jaxpr):
+        if id(value) not in evaluator.widened:
+            is_closed = isinstance(value, ClosedJaxpr)
+            made = _wide_program(value if is_closed else ClosedJaxpr(value, ()), evaluator)
+            evaluator.widened[id(value)] = value, made if is_closed else made.jaxpr
+        return evaluator.widened[id(value)][1]
     if isinstance(value, jax.lax.RaggedDotDimensionNumbers):
         # A map of a map leaves NumPy's integers here, on which JAX's own lowering fails.
         return jax.lax.RaggedDotDimensionNumbers(

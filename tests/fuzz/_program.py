@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,11 +83,11 @@ class Program:
         return compiled(self.source())["program"]
 
 
-def compiled(source: str) -> dict[str, Any]:
-    """What a text defines, with the names that programs use."""
+def compiled(source: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a text defines, with the names that programs use, or that are given."""
     name = f"<random program {next(_numbers)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    names = dict(NAMES)
+    names = dict(NAMES if given is None else given)
     exec(compile(source, name, "exec"), names)
     return names
 

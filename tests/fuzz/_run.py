@@ -30,6 +30,7 @@ class Outcome:
         failed: Whether it failed.
         setting: How it was cast.
         program: The program, if it failed.
+        redrawn: How many programs of this seed have said nothing before.
     """
 
     seed: int
@@ -37,6 +38,7 @@ class Outcome:
     failed: bool = False
     setting: str = ""
     program: str = ""
+    redrawn: int = 0
 
 
 def outcome(seed: int, questions: Sequence[str] = QUESTIONS, *, shrink: float = 0) -> Outcome:
