@@ -264,13 +264,23 @@ def all_errors(got: Any, want: Any) -> tuple[dict[str, float], dict[str, float]]
     return errors(got[0], want[0], 0.0), errors(got[1], want[1], NEGLIGIBLE)
 
 
-class Judge:
-    """The oracle's verdict on one program: what each leaf is, and how wrong it may be."""
+def judge_of(made: Composition) -> "Judge":
+    """Return the judge of a composed program."""
+    return Judge(*references(made), half_dtype(made))
 
-    def __init__(self, made: Composition) -> None:
-        self.made = made
-        self.exact, hand = references(made)
-        self.eps = float(jnp.finfo(half_dtype(made)).eps)
+
+class Judge:
+    """How wrong each leaf of a program's results and derivatives may be.
+
+    Args:
+        exact: The results and the derivatives of the oracle, two trees.
+        hand: Those of casts by hand.
+        half: The half dtype.
+    """
+
+    def __init__(self, exact: Any, hand: Any, half: Any) -> None:
+        self.exact = exact
+        self.eps = float(jnp.finfo(half).eps)
         self.of_hand = all_errors(hand, self.exact)
         sizes = jax.tree.map(np.size, self.exact)
         self._few = [

@@ -22,7 +22,7 @@ from tests.fuzz._compose import (
     composition,
     shrunk_composition,
 )
-from tests.fuzz._compose_oracle import Judge, as_halfstep_runs, by_halfstep, in_numpy, values_of
+from tests.fuzz._compose_oracle import as_halfstep_runs, by_halfstep, in_numpy, judge_of, values_of
 from tests.fuzz._evaluate import nearest
 from tests.fuzz._oracle import as_users_have_it
 from tests.fuzz._run import Outcome
@@ -45,7 +45,7 @@ def judged(made: Composition, subject: Subject = by_halfstep) -> tuple[str, bool
     Returns:
         Text about it, and whether it fails. A program that says nothing is `"ill"`.
     """
-    judge = Judge(made)
+    judge = judge_of(made)
     if judge.is_ill:
         return "ill", False
     found = judge.disagreements(subject(made))

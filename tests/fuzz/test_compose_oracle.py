@@ -22,7 +22,7 @@ from tests.fuzz._compose import (
     shrunk_composition,
 )
 from tests.fuzz._compose_bodies import BODIES
-from tests.fuzz._compose_oracle import Judge, by_halfstep, by_hand, errors, references
+from tests.fuzz._compose_oracle import by_halfstep, by_hand, errors, judge_of, references
 from tests.fuzz._compose_plant import PLANTED, planted, without_unscaling
 from tests.fuzz._compose_run import changed_by_storing, composed_outcome, judged, report
 from tests.fuzz._oracle import as_users_have_it
@@ -116,7 +116,7 @@ def test_a_result_that_is_no_number_fails() -> None:
 
 def test_a_leaf_of_one_number_is_bounded_by_the_worst() -> None:
     with as_users_have_it():
-        judge = Judge(SUM)
+        judge = judge_of(SUM)
     results, bounds = judge.of_hand[0], judge.bounds()[0]
     floor = 2 * judge.eps
     assert bounds["[0]"] == 4 * max(results.values()) + floor
