@@ -99,6 +99,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
             Benchmark("soak", ("--minutes", "0.5")),
             Benchmark("planted", ("--only", "verdict")),
             Benchmark("coverage", ()),
+            Benchmark("flags", ("--no-tests", "--only", "jax_remat3")),
         ),
     }
 )
