@@ -9,7 +9,6 @@ rounding. The table has the error that is the largest part of its bound, and the
 without a loop are measured and have no bound. The exit status is 1 if a row is wrong.
 """
 
-import concurrent.futures
 import functools
 import multiprocessing
 import os
@@ -52,30 +51,30 @@ def _judged(row: str, spellings: Sequence[str], policies: Sequence[str]) -> list
     return made
 
 
+def _worked(policies: Sequence[str], job: tuple[str, Sequence[str]]) -> tuple[str, Any]:
+    row, spellings = job
+    return row, _judged(row, spellings, policies)
+
+
 def measure(
     chosen: Mapping[str, Sequence[str]], policies: Sequence[str], processes: int
 ) -> dict[str, Any]:
     """Judge the chosen rows, each with its spellings."""
-    work = functools.partial(_judged, policies=policies)
     # Not `fork`: JAX's threads do not survive it.
     context = multiprocessing.get_context("spawn")
     rows: dict[str, list[dict[str, Any]]] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ProcessPoolExecutor(
-            processes, mp_context=context, max_tasks_per_child=8
-        ) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
             JAX_PLATFORMS="cpu",
             XLA_FLAGS=_FLAGS,
             JAX_COMPILATION_CACHE_DIR=folder,
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         )
-        futures = {pool.submit(work, row, spellings): row for row, spellings in chosen.items()}
-        done = concurrent.futures.as_completed(futures)
-        for future in tqdm(done, total=len(futures), unit="row", disable=None):
-            rows[futures[future]] = future.result()
+        # Not an executor of `concurrent.futures`: with new processes now and then, it can hang.
+        with context.Pool(processes, maxtasksperchild=8) as pool:
+            done = pool.imap_unordered(functools.partial(_worked, policies), chosen.items())
+            for row, cases in tqdm(done, total=len(chosen), unit="row", disable=None):
+                rows[row] = cases
     made = [case for row in chosen for case in rows[row]]
     return {"cases": made, "bars": bars(made)}
 
