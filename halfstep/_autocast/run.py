@@ -262,8 +262,8 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
         return env.read_as(operand, FLOAT32)
     node = plan.graph.nodes[index]
     if node.name == "convert_element_type":
-        # The user converts to another dtype, from whichever dtype the value is held in.
-        return env.read_settled(operand, None, by_product=False)
+        # The user converts to another dtype.
+        return env.read_settled(operand, dtype, by_product=False)
     if kind.is_low and decision.dtype == FLOAT32 and not isinstance(operand, Constant):
         # After a barrier, all readers see a value as it was stored.
         return widened(env.read_as(operand, dtype), plan.roundings[operand])
