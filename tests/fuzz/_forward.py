@@ -51,25 +51,37 @@ def differences(seed: int) -> list[Difference]:
         found = []
         for way, function in ways(case, compute):
             made = results(function, case)
-            differing = sum(not np.array_equal(*pair) for pair in zip(plain, made, strict=True))
+            loose = "shard_map" in case.program.source()
+            differing = sum(_differs(*pair, loose) for pair in zip(plain, made, strict=True))
             if differing:
                 found.append(Difference(seed, compute, way, differing, case.program.source()))
     return found
 
 
+def _differs(one: np.ndarray, other: np.ndarray, loose: bool) -> bool:
+    """Whether two results differ; loosely, by more than some roundings of float32.
+
+    JAX compiles a `jax.checkpoint` in a `shard_map` as one program, also in plain JAX, and XLA then
+    rounds a product and a sum once instead of twice. A rounding to 16 bits is 2,000 times as large.
+    """
+    if not loose or one.dtype != np.float32:
+        return one.tobytes() != other.tobytes()
+    size = np.max(np.abs(one), initial=0, where=np.isfinite(one))
+    return not np.allclose(one, other, rtol=0, atol=size * 2.0**-20, equal_nan=True)
+
+
 def results(function: Callable[..., Any], case: Case) -> list[np.ndarray]:
-    """The bits of a function's results; each operation runs by itself, so that nothing is fused."""
+    """A function's results; each operation runs by itself, so that nothing is fused."""
     count = case.parameters
     parameters = {f"w{number}": case.values[number] for number in range(count)}
     made = function(parameters, *case.values[count:])
-    return [_bits(leaf) for leaf in jax.tree.leaves(made)]
+    return [_array(leaf) for leaf in jax.tree.leaves(made)]
 
 
-def _bits(leaf: Any) -> np.ndarray:
+def _array(leaf: Any) -> np.ndarray:
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf)
-    return np.frombuffer(array.tobytes(), np.uint8)
+    return np.asarray(leaf)
 
 
 def ways(case: Case, compute: str) -> Iterator[tuple[str, Callable[..., Any]]]:
