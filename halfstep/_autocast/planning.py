@@ -70,25 +70,11 @@ def plan(
             inputs are weights. State is never rounded.
         entering: The inputs as the caller knows them, if the operations count as the caller's.
     """
-    state = Draft(graph, settings)
+    draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
     feeding = feeding_nodes(graph, paths.keys())
     unquantized = dataclasses.replace(settings, quantizes=False)
     linear = {graph.inputs[position] for position in tangents}
-    for number, kind in zip(graph.inputs, in_kinds, strict=True):
-        state.kinds[number] = kind
-        state.from_low[number] = kind.is_low
-        state.weights[number] = kind.is_weight
-    for position in path.weights:
-        state.weights[graph.inputs[position]] = True
-    for number, value in zip(graph.inputs, entering, strict=False):
-        state.enter(number, value)
-    for number, value in graph.constants:
-        if is_subject(graph.avals[number], settings.compute):
-            # A value that a function closes over may belong to an outer trace: nothing is known
-            # about it, and it may be a target of 100,000.
-            known = not is_traced(value)
-            state.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
     rules = settings.saves.rules if settings.saves is not None else ()
     numbered = [rule for rule in rules if rule.number is not None]
     # The finder looks for the folders of libraries, and keeps what it has found.
@@ -102,19 +88,19 @@ def plan(
         # The level of an operation is the number of barriers on the longest path to it. An island
         # never crosses a barrier, so it is made of operations of one level. The depth is the same
         # without the barriers that a `jax.checkpoint` of the user's is: see `Passed`.
-        level = max((state.passed[value] for value in values), default=0)
-        depth = max((state.after[value] for value in values), default=0)
+        level = max((draft.passed[value] for value in values), default=0)
+        depth = max((draft.after[value] for value in values), default=0)
         if node.effects:
             level, depth = max(level, after_effects), max(depth, after_effects)
-        state.levels.append(level)
-        state.depths.append(depth)
-        around = _around(state, index, paths.get(index, NO_STATE), is_feeding=index in feeding)
-        kinds = [seen_kind(state, operand, index) for operand in node.ins]
+        draft.levels.append(level)
+        draft.depths.append(depth)
+        around = _around(draft, index, paths.get(index, NO_STATE), is_feeding=index in feeding)
+        kinds = [seen_kind(draft, operand, index) for operand in node.ins]
         if (
             node.name == "name"
             and not around.path.outs
             and kinds[0] is Kind.WIDE
-            and _may_be_rounded(state, node.ins[0])
+            and _may_be_rounded(draft, node.ins[0])
         ):
             # The value is named so that `jax.checkpoint` can save it or move it to the host. It is
             # kept in 16 bits, like everything that is kept for the backward pass.
@@ -130,38 +116,64 @@ def plan(
         decisions.append(decision)
         if node.effects:
             after_effects = max(level, depth) + decision.barrier
-        _record(state, index, decision, kinds, around.path)
+        _record(draft, index, decision, kinds, around.path)
     return Plan(
         graph,
         settings,
-        tuple(state.kinds),
+        tuple(draft.kinds),
         tuple(decisions),
-        tuple(state.levels),
-        tuple(state.depths),
-        tuple(state.made),
-        frozenset(state.rounded),
-        frozenset(state.too_large),
-        state.reads,
-        tuple(map(state.known, graph.outputs)),
+        tuple(draft.levels),
+        tuple(draft.depths),
+        tuple(draft.made),
+        frozenset(draft.rounded),
+        frozenset(draft.too_large),
+        draft.reads,
+        tuple(map(draft.known, graph.outputs)),
     )
 
 
-def _around(state: Draft, index: int, path: StatePath, *, is_feeding: bool) -> Around:
+def _draft(
+    graph: Graph,
+    in_kinds: Sequence[Kind],
+    settings: Settings,
+    path: StatePath,
+    entering: Sequence[Passed],
+) -> Draft:
+    """Return a plan that knows its inputs and constants."""
+    draft = Draft(graph, settings)
+    for number, kind in zip(graph.inputs, in_kinds, strict=True):
+        draft.kinds[number] = kind
+        draft.from_low[number] = kind.is_low
+        draft.weights[number] = kind.is_weight
+    for position in path.weights:
+        draft.weights[graph.inputs[position]] = True
+    for number, value in zip(graph.inputs, entering, strict=False):
+        draft.enter(number, value)
+    for number, value in graph.constants:
+        if is_subject(graph.avals[number], settings.compute):
+            # A value that a function closes over may belong to an outer trace: nothing is known
+            # about it, and it may be a target of 100,000.
+            known = not is_traced(value)
+            draft.kinds[number] = constant_kind(value, settings.compute) if known else Kind.WIDE
+    return draft
+
+
+def _around(draft: Draft, index: int, path: StatePath, *, is_feeding: bool) -> Around:
     """Return what the functions inside an operation are told, and how it reads its operands."""
-    graph, node = state.graph, state.graph.nodes[index]
+    graph, node = draft.graph, draft.graph.nodes[index]
     weights = (
-        p for p, o in enumerate(node.ins) if not isinstance(o, Constant) and state.weights[o]
+        p for p, o in enumerate(node.ins) if not isinstance(o, Constant) and draft.weights[o]
     )
     path = path._replace(weights=frozenset(weights))
-    carries = read_carries(node, graph, state.settings, path)
+    carries = read_carries(node, graph, draft.settings, path)
     if isinstance(node.structure, Remat):
-        return Around(carries, path, is_feeding, tuple(map(state.known, node.ins)))
+        return Around(carries, path, is_feeding, tuple(map(draft.known, node.ins)))
     exact = range(len(node.ins)) if path.outs else ()
     if node.structure is not None and not node.structure.is_opaque:
         exact = exact_operands(node, carries, path)
     operands = [o for p in exact if not isinstance(o := node.ins[p], Constant)]
     if operands:
-        state.reads[index] = {operand: state.kinds[operand] for operand in operands}
+        draft.reads[index] = {operand: draft.kinds[operand] for operand in operands}
     return Around(carries, path, is_feeding)
 
 
@@ -173,12 +185,12 @@ def _is_one_value(node: Node, decision: Decision) -> bool:
     return decision.inner is None or isinstance(node.structure, CustomJvp)
 
 
-def _may_be_rounded(state: Draft, operand: Operand) -> bool:
+def _may_be_rounded(draft: Draft, operand: Operand) -> bool:
     """Return whether the compute dtype may hold a wide value: not a reduced or large one."""
     if isinstance(operand, Constant):
         return False
-    fits = state.settings.compute != np.dtype(np.float16) or state.bounds[operand] <= LARGEST
-    return fits and 2 * size(state.graph.avals[operand]) >= state.width[operand]
+    fits = draft.settings.compute != np.dtype(np.float16) or draft.bounds[operand] <= LARGEST
+    return fits and 2 * size(draft.graph.avals[operand]) >= draft.width[operand]
 
 
 def _with_store(
@@ -214,55 +226,55 @@ def _with_store(
 
 
 def _record(
-    state: Draft, index: int, decision: Decision, kinds: Sequence[Kind], path: StatePath
+    draft: Draft, index: int, decision: Decision, kinds: Sequence[Kind], path: StatePath
 ) -> None:
     """Record what an operation makes, and whether readers after the next barrier see it rounded."""
-    node, level, depth = state.graph.nodes[index], state.levels[index], state.depths[index]
+    node, level, depth = draft.graph.nodes[index], draft.levels[index], draft.depths[index]
     for number in node.outs:
-        state.passed[number] = level + decision.barrier
-        state.made[number], state.after[number] = depth, depth + decision.barrier
+        draft.passed[number] = level + decision.barrier
+        draft.made[number], draft.after[number] = depth, depth + decision.barrier
     if isinstance(node.structure, Remat) and isinstance(decision.inner, Plan):
         operands = zip(node.ins, decision.inner.graph.inputs, strict=True)
-        state.reads[index] = {
+        draft.reads[index] = {
             operand: decision.inner.kinds[number]
             for operand, number in operands
             if not isinstance(operand, Constant)
         }
         for number, value in zip(node.outs, decision.inner.results, strict=True):
-            state.enter(number, value)
+            draft.enter(number, value)
         return
-    graph, settings = state.graph, state.settings
+    graph, settings = draft.graph, draft.settings
     values = [operand for operand in node.ins if not isinstance(operand, Constant)]
     # A collective hands on its operands: an exact loss is as exact when devices average it.
     is_new = decision.barrier and node.name not in COLLECTIVES
-    from_low = any(state.from_low[value] for value in values) or is_new
+    from_low = any(draft.from_low[value] for value in values) or is_new
     # Only float16 has a smaller range than float32.
     limited = settings.compute == np.dtype(np.float16)
-    bound = _bound(node, graph, kinds, state.bounds) if limited else 0.0
+    bound = _bound(node, graph, kinds, draft.bounds) if limited else 0.0
     floats = [value for value in values if is_float(graph.avals[value])]
     # A product of weights is not a weight, nor is a mask.
     are_weights = (
-        bool(floats) and all(state.weights[value] for value in floats) and not contracts(node)
+        bool(floats) and all(draft.weights[value] for value in floats) and not contracts(node)
     )
     is_mask = node.name == "convert_element_type" and not floats
     # `width` is the size of the largest value since the last barrier that a value is made of. A
     # value with less than half of that size has been reduced.
-    same_level = [value for value in values if state.after[value] == depth]
-    width = max((state.width[value] for value in same_level), default=0)
+    same_level = [value for value in values if draft.after[value] == depth]
+    width = max((draft.width[value] for value in same_level), default=0)
     handed = max((size(graph.avals[value]) for value in same_level), default=0)
     for position, (number, kind) in enumerate(zip(node.outs, decision.outs, strict=True)):
-        state.kinds[number] = kind
-        state.weights[number] = are_weights or (kind.is_weight and not is_mask)
-        state.from_low[number] = from_low or kind.is_low
-        state.bounds[number] = bound
+        draft.kinds[number] = kind
+        draft.weights[number] = are_weights or (kind.is_weight and not is_mask)
+        draft.from_low[number] = from_low or kind.is_low
+        draft.bounds[number] = bound
         own = size(graph.avals[number])
         if is_new:
-            state.width[number] = own
+            draft.width[number] = own
         elif decision.barrier:
             # Gathered or scattered over devices, a value is reduced as much as it was before.
-            state.width[number] = own * width // max(handed, 1)
+            draft.width[number] = own * width // max(handed, 1)
         else:
-            state.width[number] = max(own, width)
+            draft.width[number] = max(own, width)
         # A value that has been reduced (a mean, a loss) is small, and stays as exact as it is.
         if (
             settings.rounds
@@ -270,9 +282,9 @@ def _record(
             and from_low
             and not is_new
             and position not in path.outs
-            and 2 * own >= state.width[number]
+            and 2 * own >= draft.width[number]
         ):
-            (state.rounded if bound <= LARGEST else state.too_large).add(number)
+            (draft.rounded if bound <= LARGEST else draft.too_large).add(number)
 
 
 # Bounds on the magnitude of values, as far as the operations give them.
