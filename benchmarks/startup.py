@@ -46,7 +46,6 @@ COMMANDS = (
     "preflight --help",
     "formats",
     "formats 0.1",
-    "completion bash",
     "examples",
 )
 BARS: Mapping[str, float] = {
@@ -152,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = options.parse_args(argv)
     result = measure(2 if given.quick else given.rounds)
     print(text(result))
-    write(report(MODULE, result, packages=("jaxtyping", "shtab")), given.json)
+    write(report(MODULE, result, packages=("jaxtyping",)), given.json)
     return 0 if all(result["bars"].values()) else 1
 
 

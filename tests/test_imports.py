@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.core, pytest.mark.types]
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "halfstep").rglob("*.py"))
 OTHERS = [p for part in ("tests", "benchmarks", "examples") for p in (ROOT / part).rglob("*.py")]
-EXTRAS = ("flax", "haiku", "matplotlib", "orbax", "rich", "shtab", "tqdm")
+EXTRAS = ("flax", "haiku", "matplotlib", "orbax", "rich", "tqdm")
 
 
 def _run(code: str) -> str:

@@ -21,12 +21,11 @@ COMMANDS = ("explain", "lint", "bisect", "replay", "preflight", "plan", "formats
 QUICK = [
     ["--help"],
     ["--version"],
-    *([name, "--help"] for name in (*COMMANDS, "doctor", "completion")),
+    *([name, "--help"] for name in (*COMMANDS, "doctor")),
     ["formats"],
     ["formats", "0.1", "-1e-8", "--json", "-"],
     ["examples"],
     ["examples", "plain_jax"],
-    ["completion", "bash"],
     # A mistake is reported as quickly.
     ["preflght"],
     ["formats", "many"],
@@ -63,8 +62,6 @@ def _imported(text: str) -> set[str]:
 @pytest.mark.parametrize("words", QUICK, ids=" ".join)
 @pytest.mark.parametrize("how", STARTED)
 def test_the_command_imports_jax_only_for_work(how: str, words: list[str]):
-    if words[:2] == ["completion", "bash"]:
-        pytest.importorskip("shtab")
     started = [word.format("from halfstep.cli import main") for word in STARTED[how]]
     done = _python("-X", "importtime", *started, *words)
     found = _imported(done.stderr)

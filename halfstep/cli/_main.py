@@ -1,10 +1,10 @@
-"""Run the command: one subcommand per question, and a script for completion in shells."""
+"""Run the command: one subcommand per question."""
 
 import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from halfstep._version import __version__
 from halfstep.cli import (
@@ -17,7 +17,7 @@ from halfstep.cli import (
     _preflight,
     _replay,
 )
-from halfstep.cli._command import CommandError, Commands, add_command
+from halfstep.cli._command import CommandError
 
 _EPILOG = """\
 examples:
@@ -45,21 +45,7 @@ Every command that answers has --json FILE; --json - prints JSON and nothing
 else.
 """
 
-SHELLS = ("bash", "zsh", "fish")
 _NEGATIVE = re.compile(r"-\.?\d[\d.eE+/-]*")
-
-_COMPLETION = """\
-Print a script with which a shell completes commands, options and the names of
-files. It is made once, by shtab, and asks nobody when the Tab key is pressed.
-
-The exit status is 0, and 2 without shtab: pip install "halfstep[completion]".
-"""
-
-_COMPLETION_EXAMPLE = """\
-halfstep completion bash > ~/.local/share/bash-completion/completions/halfstep
-halfstep completion zsh > ~/.zsh/completions/_halfstep
-halfstep completion fish > ~/.config/fish/completions/halfstep.fish
-"""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -83,14 +69,14 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for module in (_explain, _bisect, _replay, _preflight, _plan, _formats, _examples, _doctor):
         module.add(commands)
-    _add_completion(commands)
     return made
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
     """Parse the words of a command line."""
     made = parser()
-    commands = next(one.choices for one in _actions(made) if isinstance(one.choices, Mapping))
+    # argparse has no public way to list what was added.
+    commands = next(one.choices for one in made._actions if isinstance(one.choices, Mapping))
     if words and not words[0].startswith("-") and words[0] not in commands:
         # Imported here, as below: only mistakes need it.
         import difflib
@@ -133,57 +119,3 @@ def _start_jax(*, on_cpu: bool) -> None:
     if on_cpu and "JAX_PLATFORMS" not in os.environ:
         # Commands need no accelerator. On the CPU, they take none from a run that uses it.
         jax.config.update("jax_platforms", "cpu")
-
-
-# Completion by shells.
-
-
-def _add_completion(commands: Commands) -> None:
-    made = add_command(
-        commands,
-        "completion",
-        _complete,
-        help="what does my shell need to complete all this?",
-        description=_COMPLETION,
-        example=_COMPLETION_EXAMPLE,
-        uses_jax=False,
-    )
-    made.add_argument("shell", choices=SHELLS, help="the shell")
-
-
-def _complete(arguments: argparse.Namespace) -> int:
-    sys.stdout.write(script(parser(), arguments.shell))
-    return 0
-
-
-def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of a shell for a command."""
-    try:
-        # Imported here, because it is an extra that no other command needs.
-        import shtab
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            "scripts for shells are made by shtab, which is not installed. "
-            'Install it with: pip install "halfstep[completion]"'
-        ) from error
-    kinds = {
-        "FILE": shtab.FILE,
-        "MAKE_LOSS": shtab.FILE,
-        "MAKE_STEP": shtab.FILE,
-        "BATCHES": shtab.FILE,
-    }
-    for action in _actions(parser):
-        if kind := {**kinds, "DIR": shtab.DIRECTORY}.get(str(action.metavar)):
-            # This is the attribute that shtab reads.
-            action.complete = kind  # pyright: ignore[reportAttributeAccessIssue]
-    return f"{shtab.complete(parser, shell).rstrip()}\n"
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    # argparse has no public way to list what was added; shtab itself reads the same attribute.
-    for action in parser._actions:
-        yield action
-        # The choices of the action that holds the commands are their parsers.
-        if isinstance(action.choices, Mapping):
-            for command in action.choices.values():
-                yield from _actions(command)

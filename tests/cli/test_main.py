@@ -18,8 +18,6 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
 
 
 COMMANDS = _commands()
-# Prints scripts, and nothing that a program would ask for.
-WITHOUT_JSON = {"completion"}
 
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]):
@@ -54,7 +52,7 @@ def test_every_command_says_its_exit_status(name: str):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_json(name: str):
     (*found,) = (action for action in COMMANDS[name]._actions if "--json" in action.option_strings)
-    assert [action.metavar for action in found] == ([] if name in WITHOUT_JSON else ["FILE"])
+    assert [action.metavar for action in found] == ["FILE"]
 
 
 def test_help_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch):

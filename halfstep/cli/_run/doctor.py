@@ -15,7 +15,6 @@ from halfstep.cli._run.pitfalls import Pitfall, pitfalls
 
 ENABLES: Mapping[str, str] = MappingProxyType(
     {
-        "completion": "halfstep completion: commands and options at the Tab key",
         "cuda-preflight": "halfstep preflight for NVIDIA GPUs, without a GPU",
         "examples": "what the examples need",
         "flax": "halfstep.integrations.flax and nnx",
