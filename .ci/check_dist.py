@@ -9,7 +9,6 @@ from email import message_from_bytes
 
 REQUIRED = {
     "halfstep/__init__.py",
-    "halfstep/_examples/plain_jax.py",
     "halfstep/_preflight/target/accelerators.toml",
     "halfstep/py.typed",
 }

@@ -46,7 +46,6 @@ COMMANDS = (
     "preflight --help",
     "formats",
     "formats 0.1",
-    "examples",
 )
 BARS: Mapping[str, float] = {
     "import halfstep": LIBRARY,

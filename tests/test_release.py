@@ -205,7 +205,6 @@ Description-Content-Type: text/markdown
 INFO = "halfstep-0.1.0.dist-info"
 WHEEL = {
     "halfstep/__init__.py": "",
-    "halfstep/_examples/plain_jax.py": "",
     "halfstep/_preflight/target/accelerators.toml": "",
     "halfstep/py.typed": "",
     f"{INFO}/METADATA": METADATA,

@@ -17,15 +17,13 @@ pytestmark = [pytest.mark.core, pytest.mark.types]
 ROOT = pathlib.Path(__file__).parents[1]
 # What takes long to import.
 SLOW = ("jax", "jaxlib", "equinox", "optax", "jaxtyping", "numpy", "ml_dtypes", "scipy")
-COMMANDS = ("explain", "lint", "bisect", "replay", "preflight", "plan", "formats", "examples")
+COMMANDS = ("explain", "lint", "bisect", "replay", "preflight", "plan", "formats")
 QUICK = [
     ["--help"],
     ["--version"],
     *([name, "--help"] for name in (*COMMANDS, "doctor")),
     ["formats"],
     ["formats", "0.1", "-1e-8", "--json", "-"],
-    ["examples"],
-    ["examples", "plain_jax"],
     # A mistake is reported as quickly.
     ["preflght"],
     ["formats", "many"],

@@ -10,7 +10,6 @@ from halfstep._version import __version__
 from halfstep.cli import (
     _bisect,
     _doctor,
-    _examples,
     _explain,
     _formats,
     _plan,
@@ -67,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"halfstep {__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for module in (_explain, _bisect, _replay, _preflight, _plan, _formats, _examples, _doctor):
+    for module in (_explain, _bisect, _replay, _preflight, _plan, _formats, _doctor):
         module.add(commands)
     return made
 
