@@ -44,7 +44,6 @@ SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("docs/gradient-release.md", "2 bytes per parameter"): "docs/formats.md::bf16",
         ("docs/how-autocast-decides.md", "0.3 %"): "docs/how-autocast-decides.md::again < 0.003",
         ("docs/my-loss-is-nan.md", "10 %"): "halfstep/debug/_live/live.py::name_above: float = 0.1",
-        ("docs/preflight.md", "5 %"): "docs/preflight.md::--fail-if-worse 5",
         ("docs/training.md", "0.5 %"): "benchmarks/training.py::BAR_PERCENT = 0.5",
         # In the caption of a picture that is drawn there.
         ("docs/where-precision-is-lost.md", "6 %"): "docs/generators/precision.py::underflow",

@@ -16,13 +16,8 @@ from halfstep._preflight.preflight_errors import (
     DoesNotFitError as DoesNotFitError,
     PreflightError as PreflightError,
 )
-from halfstep._preflight.report.changes import Change as Change
 from halfstep._preflight.report.peak import Peak as Peak, PeakBuffer as PeakBuffer
 from halfstep._preflight.report.peak_report import PeakReport as PeakReport
-from halfstep._preflight.report.preflight_comparison import (
-    EntryComparison as EntryComparison,
-    PreflightComparison as PreflightComparison,
-)
 from halfstep._preflight.report.preflight_entry import PreflightEntry as PreflightEntry
 from halfstep._preflight.report.preflight_report import PreflightReport as PreflightReport
 from halfstep._preflight.report.roles import Argument as Argument

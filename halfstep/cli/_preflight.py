@@ -1,7 +1,6 @@
 """Implement `halfstep preflight`: find out whether a step will fit."""
 
 import argparse
-import math
 
 from halfstep.cli._command import Commands, add_command, add_json, share
 
@@ -16,19 +15,18 @@ batch= for each --batch:
         ...
         return jax.jit(step, donate_argnums=(0, 1)), (params, opt_state, images)
 
-It can also be a report that --json has saved, report.json, which is shown as it
-is. --compare says what changed since an earlier report.
+It can also be a report that --json has saved, report.json: it is shown, and
+nothing is compiled.
 
 The exit status is 0, 1 if something does not fit (with --require-fit; or with
---largest-batch if no batch does), is not in 8 bits (with --f8) or got worse
-(with --fail-if-worse), and 2 after an error.
+--largest-batch if no batch does) or is not in 8 bits (with --f8), and 2 after
+an error.
 """
 
 _EXAMPLE = """\
 halfstep preflight train.py:make_step --target h100 --policy f32,bf16
 halfstep preflight train.py:make_step --target rtx4070 --largest-batch
-halfstep preflight train.py:make_step --target h100 --compare before.json
-halfstep preflight after.json --compare before.json --fail-if-worse 5
+halfstep preflight report.json --peak
 """
 
 # As in `halfstep._preflight.Gemm`, which cannot be imported without JAX; a test compares them.
@@ -94,15 +92,6 @@ def add(commands: Commands) -> None:
         "--f8",
         type=share,
         help="exit with 1 unless this share of a recipe's contractions is in 8 bits (0 to 1)",
-    )
-    parser.add_argument(
-        "--compare", metavar="FILE", help="say what changed since a report that --json has saved"
-    )
-    parser.add_argument(
-        "--fail-if-worse",
-        type=_percent,
-        metavar="PERCENT",
-        help="with --compare: exit with 1 if a peak grew by more, or something no longer fits",
     )
 
 
@@ -170,13 +159,3 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"required integers with commas between them, such as 64,128; got {text!r}"
         ) from None
-
-
-def _percent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"required a percentage such as 5; got {text!r}")
-    return value

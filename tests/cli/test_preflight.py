@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -297,43 +296,7 @@ def test_what_must_be_in_8_bits(run: Run, compiles: list, monkeypatch: pytest.Mo
     assert run(f"{STEPS}:make_step", *options)[0] == 0
 
 
-# Compared with a saved report.
-
-
-def test_compare_says_what_changed(run: Run, compiles: list, tmp_path: pathlib.Path):
-    before, after = str(tmp_path / "before.json"), str(tmp_path / "after.json")
-    options = ["--target", "h100", "--json"]
-    assert run(MAKE_STEP, "--batch", "8", *options, before)[0] == 0
-    status, out, err = run(MAKE_STEP, "--batch", "8", "--target", "h100", "--compare", before)
-    assert (status, err) == (0, "")
-    assert out.endswith(f"Compared with {before}:\n\nh100, batch 8: nothing changed.\n")
-    # A larger peak is no failure by itself.
-    grown = (MAKE_STEP, "--batch", "10", *options, after, "--compare", before)
-    status, out, err = run(*grown)
-    assert (status, err) == (0, "")
-    assert re.search(r"^peak +8.00 GiB +10.00 GiB +\+2.00 GiB \(\+25 %\)$", out, re.MULTILINE)
-    assert re.search(r"^batch: x +float32\[8,32\] +float32\[10,32\] +\+256 B$", out, re.MULTILINE)
-    # What was written is a report, and has the comparison.
-    made = json.loads(pathlib.Path(after).read_text())
-    assert made["comparison"]["changed"] is True
-    assert "largest part is temporaries, +2.00 GiB" in made["comparison"]["entries"][0]["causes"][1]
-    assert len(compiles) == 3
-
-
-@pytest.mark.parametrize(("percent", "expected"), [("25.1", 0), ("24.9", 1), ("0", 1)])
-def test_fail_if_worse(
-    run: Run, compiles: list, tmp_path: pathlib.Path, percent: str, expected: int
-):
-    before, after = str(tmp_path / "before.json"), str(tmp_path / "after.json")
-    for path, batch in ((before, "8"), (after, "10")):
-        run(MAKE_STEP, "--batch", batch, "--target", "h100", "--json", path)
-    count = len(compiles)
-    status, out, err = run(after, "--compare", before, "--fail-if-worse", percent)
-    assert status == expected
-    assert ("the peak grew by more than" in err) == (expected == 1)
-    assert "10.00 GiB" in out
-    assert run(before, "--compare", after, "--fail-if-worse", percent)[0] == 0, "it got better"
-    assert len(compiles) == count, "saved reports are not compiled"
+# A saved report.
 
 
 def test_a_saved_report_is_shown(run: Run, compiles: list, tmp_path: pathlib.Path):
@@ -384,22 +347,10 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
         (f"{STEPS}:sharded_over_four", "--target", "h100:8"),
         "the mesh {'data': 4} has 4 devices, but h100:8 has 8",
     ),
-    "no report": (
-        (MAKE_STEP, *TO, "--compare", "nowhere.json"),
-        "cannot read the report 'nowhere.",
-    ),
     "no saved report": (("nowhere.json",), "cannot read the report 'nowhere.json': No such file"),
     "a saved report for a target": (
         ("after.json", *TO, "--policy", "f32"),
         "after.json is a saved report, and nothing is compiled; leave out --target, --policy",
-    ),
-    "worse than nothing": (
-        (MAKE_STEP, *TO, "--fail-if-worse", "5"),
-        "--fail-if-worse 5 needs an earlier report to compare with; there is none. Add --compare",
-    ),
-    "no percentage": (
-        (MAKE_STEP, *TO, "--compare", "a.json", "--fail-if-worse", "much"),
-        "required a percentage such as 5; got 'much'",
     ),
     "no number": ((MAKE_STEP, *TO, "--batch", "8,many"), "such as 64,128; got '8,many'"),
     "two ways to a batch": (

@@ -68,9 +68,6 @@ ROWS: dict[str, Callable[[], halfstep.Report]] = {
     "bisect": bisected,
     "Live": live,
     "preflight": preflight,
-    "preflight, compared": lambda: preflight().compare(
-        halfstep.PreflightReport((entry(temp_bytes=1),))
-    ),
     "largest_batch": lambda: halfstep.LargestBatch(8, entry(), {8: entry(), 16: entry()}),
 }
 every_row = pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)

@@ -8,7 +8,6 @@ from halfstep._base import Report, check_share, checked, size
 from halfstep._explain import LintError
 from halfstep._preflight.preflight_errors import DoesNotFitError
 from halfstep._preflight.report.peak_report import PeakReport, largest
-from halfstep._preflight.report.preflight_comparison import PreflightComparison, compared
 from halfstep._preflight.report.preflight_entry import PreflightEntry
 from halfstep._preflight.report.rendering import detail, f8_miss, html, plot, table
 from halfstep._preflight.report.saved import load
@@ -128,43 +127,6 @@ class PreflightReport(Report):
             ```
         """
         return PreflightReport(load(path))
-
-    @checked
-    def compare(self, before: "PreflightReport | str | os.PathLike[str]") -> PreflightComparison:
-        """Say what changed since an earlier report of the same step.
-
-        Args:
-            before: The earlier report, or the file that it was saved to.
-
-        Returns:
-            The changes of every entry that both reports have: memory, traffic, contractions,
-            collectives, arguments, versions and flags, with the causes that they show.
-
-        Raises:
-            PreflightError: If the file cannot be read, or is not a report.
-
-        Example:
-            ```python
-            import halfstep
-            import jax
-            import jax.numpy as jnp
-
-
-            def double(x):
-                return 2 * x
-
-
-            small, large = (
-                jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (512, 1024)
-            )
-            before = halfstep.preflight(double, (small,), targets="h100")
-            after = halfstep.preflight(double, (large,), targets="h100")
-            print(after.compare(before))
-            ```
-        """
-        if not isinstance(before, PreflightReport):
-            before = PreflightReport.load(before)
-        return compared(before.entries, self.entries)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the memory of each entry by role, as stacked bars, into a PNG (or PDF, SVG) file.

@@ -22,7 +22,7 @@ LIMIT = 64 * 2**20
 
 # No device has this much of anything, and much larger integers cannot be shown as floats.
 _LARGEST = 2**100
-# Fields that a report by an older halfstep can lack. They are then not compared; see `changes.py`.
+# Fields that a report by an older halfstep can lack.
 _MAY_BE_ABSENT: Mapping[str, Any] = types.MappingProxyType(
     {"estimates": {}, "versions": {}, "uncounted": (), "notes": (), "hlo": ""}
 )

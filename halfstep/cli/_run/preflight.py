@@ -12,7 +12,6 @@ from halfstep._base import wrapped
 from halfstep._explain import LintError
 from halfstep._preflight import (
     DoesNotFitError,
-    PreflightComparison,
     PreflightEntry,
     PreflightError,
     PreflightReport,
@@ -28,20 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     check_writable(arguments.plot, endings=PLOTS)
     check_writable(arguments.plot_peak, endings=PLOTS)
-    if arguments.fail_if_worse is not None and arguments.compare is None:
-        raise CommandError(
-            f"--fail-if-worse {arguments.fail_if_worse:g} needs an earlier report to compare with; "
-            "there is none. Add --compare before.json."
-        )
-    # Read it now, not after minutes of work.
-    before = None if arguments.compare is None else _saved(arguments.compare)
     entries = _entries(arguments)
     report = PreflightReport(tuple(entry for entry in entries if entry is not None))
-    comparison = None if before is None else report.compare(before)
-    _show(report, comparison, arguments)
+    _show(report, arguments)
     misses = any(entry is None for entry in entries)
-    if comparison is not None and arguments.fail_if_worse is not None:
-        misses |= _fails(comparison.check, peak=arguments.fail_if_worse / 100)
     if arguments.f8 is not None:
         misses |= _fails(report.check, f8=arguments.f8)
     if arguments.require_fit:
@@ -146,21 +135,14 @@ def compile_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(
-    report: PreflightReport, comparison: PreflightComparison | None, arguments: argparse.Namespace
-) -> None:
+def _show(report: PreflightReport, arguments: argparse.Namespace) -> None:
     text = ""
     if report.entries:
         text = report.detail() if arguments.detail else str(report)
         # The details already contain the peak.
         if arguments.peak and not arguments.detail:
             text += f"\n\n{report.peak}"
-    made = report.to_dict()
-    if comparison is not None:
-        # The file can still be loaded as a report, and be the next to compare with.
-        made["comparison"] = comparison.to_dict()
-        text += f"\n\nCompared with {arguments.compare}:\n\n{comparison}"
-    answer(arguments, text, json.dumps(made, indent=2))
+    answer(arguments, text, json.dumps(report.to_dict(), indent=2))
     try:
         if arguments.plot and report.entries:
             report.plot(arguments.plot)
