@@ -246,7 +246,9 @@ class Recomputed:
         linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
         known = [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)]
         made = {var for eqn in known for var in eqn.outvars}
+        # A result that does not depend on the tangents is zero, and known.
         read = variables_of(atom for eqn in linear for atom in eqn.invars)
+        read |= variables_of(jaxpr.outvars)
         kept = [var for var in (*self.residuals, *made) if var in read]
         self.known = Excerpt(function, known, self.residuals, kept, by="jvp")
         self.linear = Excerpt(function, linear, [*kept, *tangents], jaxpr.outvars, by="jvp")
