@@ -239,9 +239,16 @@ class Recomputed:
     def __init__(self, function: ClosedJaxpr, residuals: int) -> None:
         jaxpr = function.jaxpr
         self.residuals, tangents = jaxpr.invars[:residuals], jaxpr.invars[residuals:]
-        self.types = [tangent.aval for tangent in tangents]
         self.avals = [out.aval for out in jaxpr.outvars]
         self.program = Excerpt(function, jaxpr.eqns, jaxpr.invars, jaxpr.outvars, by="jvp")
+        # Behind a `stop_gradient` a tangent is not read. Its maker, such as a `while` loop, may not
+        # have a derivative in reverse.
+        asked = variables_of(atom for eqn in self.program.equations for atom in eqn.invars)
+        asked |= variables_of(jaxpr.outvars)
+        self.read = [place for place, tangent in enumerate(tangents) if tangent in asked]
+        tangents = [tangents[place] for place in self.read]
+        self.types = [tangent.aval for tangent in tangents]
+        self.program.inputs = (*self.residuals, *tangents)
         moving = _reached(jaxpr.eqns, tangents)
         linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
         known = [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)]
@@ -292,8 +299,13 @@ def pushed_as_one(push: Function) -> Function:
 
     def call(residuals: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(residuals)
-        values = [*leaves, *tangents]
-        return tuple(_push.bind(*values, function=made(structure, len(leaves), _types(values))))
+        function = made(structure, len(leaves), _types([*leaves, *tangents]))
+        values = [*leaves, *(tangents[place] for place in function.read)]
+        return tuple(
+            _push.bind(*values, function=function)
+            if function.read
+            else _apply(*leaves, function=function)
+        )
 
     return call
 
