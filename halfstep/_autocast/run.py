@@ -350,8 +350,8 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
         name = node.structure.label if isinstance(node.structure, Opaque) else node.name
         raise NotImplementedError(
             f"`{name}` runs as it is written, and JAX needs a rule for it here that it does not "
-            f"have: {error} Plain JAX needs it, too. Define the rule, or keep the operation out of "
-            "what is differentiated or mapped, with `jax.lax.stop_gradient` on its operands."
+            f"have: {error} Plain JAX needs it, too. Give the operation this rule, or keep it out "
+            "of what is differentiated or mapped: `jax.lax.stop_gradient` on its operands."
         ) from error
 
 

@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 import types
@@ -166,9 +165,9 @@ def define_split(primitive: Primitive, rule: Callable[..., tuple[Any, Any, Any]]
             of `func` now, and a function, all of whose leaves are kept, that recomputes it.
     """
     try:
-        module: Any = importlib.import_module("jax._src.interpreters.remat")
-        rules, transform = module.rules, module.remat_transform
-    except (ImportError, AttributeError):
+        transform: Any = sys.modules[jax.checkpoint.__module__].remat_transform
+        rules: Any = sys.modules[transform.__module__].rules
+    except (KeyError, AttributeError):
         return
 
     def by_trace(trace: Any, *values: Any, **params: Any) -> tuple[Any, Any, Any]:
