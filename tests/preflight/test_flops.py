@@ -231,16 +231,6 @@ def test_scales_are_no_factors_however_large(order: str, n: int):
     assert only(analysis) == Contraction("float8_e4m3fn", "float8_e5m2", "bfloat16", flops, 1)
 
 
-def test_a_sparse_factor_comes_before_what_says_where_its_elements_are():
-    # Half of the second factor's elements are zeros, and not there.
-    analysis = count(
-        shapes(a="bf16[4,32]", b="bf16[16,5]", m="u16[2,5]")
-        + "\nROOT %c = f32[4,5] dot(%a, %b, %m), lhs_contracting_dims={1}, "
-        "rhs_contracting_dims={0}, sparsity=R.0@2:4"
-    )
-    assert only(analysis) == Contraction("bfloat16", "bfloat16", "float32", 2 * 4 * 5 * 32, 1)
-
-
 def test_kernel_for_blocks_of_128():
     call = (
         shapes(a="f8e4m3fn[2,4,256]", s="f32[2,2,128]", b="f8e4m3fn[2,5,256]", t="f32[2,2,128]")

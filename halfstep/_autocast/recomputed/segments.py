@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jax.ref import AbstractRef
 
-from halfstep._autocast.kinds import Kind, join
+from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import Plan, held_dtype
 from halfstep._autocast.recomputed.islands import outputs_of
 from halfstep._autocast.recomputed.recompute import Surroundings
@@ -197,9 +197,9 @@ def _segment(
             if not isinstance(operand, Constant) and operand not in made:
                 seen[operand].add(plan.seen(operand, index))
     # A value is rounded before it comes in if no reader wants more, because inputs are kept as they
-    # are. Otherwise its dtype is asked for, because an island may have handed it on in both.
+    # are.
     reads = {
-        number: held_dtype(graph.avals[number], join(kinds), compute)
+        number: compute if kinds == {Kind.LOW} and plan.kinds[number] is Kind.WIDE else None
         for number, kinds in seen.items()
     }
     outputs = outputs_of(plan, made, set(nodes), out_kinds)
