@@ -234,19 +234,19 @@ class _Linear:
 
 
 class Recomputed:
-    """A derivative all of which is computed when tangents come, or their cotangents."""
+    """A derivative that is computed as a whole when tangents come, or their cotangents."""
 
     def __init__(self, function: ClosedJaxpr, residuals: int) -> None:
         jaxpr = function.jaxpr
-        self.residuals, tangents = jaxpr.invars[:residuals], jaxpr.invars[residuals:]
         self.avals = [out.aval for out in jaxpr.outvars]
         self.program = Excerpt(function, jaxpr.eqns, jaxpr.invars, jaxpr.outvars, by="jvp")
-        # Behind a `stop_gradient` a tangent is not read. Its maker, such as a `while` loop, may not
-        # have a derivative in reverse.
+        # A residual that is not read is not kept. Behind a `stop_gradient` a tangent is not read,
+        # and its maker, such as a `while` loop, may not have a derivative in reverse.
         asked = variables_of(atom for eqn in self.program.equations for atom in eqn.invars)
         asked |= variables_of(jaxpr.outvars)
-        self.read = [place for place, tangent in enumerate(tangents) if tangent in asked]
-        tangents = [tangents[place] for place in self.read]
+        self.read = [place for place, var in enumerate(jaxpr.invars) if var in asked]
+        self.residuals = [jaxpr.invars[place] for place in self.read if place < residuals]
+        tangents = [jaxpr.invars[place] for place in self.read if place >= residuals]
         self.types = [tangent.aval for tangent in tangents]
         self.program.inputs = (*self.residuals, *tangents)
         moving = _reached(jaxpr.eqns, tangents)
@@ -299,12 +299,12 @@ def pushed_as_one(push: Function) -> Function:
 
     def call(residuals: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(residuals)
-        function = made(structure, len(leaves), _types([*leaves, *tangents]))
-        values = [*leaves, *(tangents[place] for place in function.read)]
+        values = [*leaves, *tangents]
+        function = made(structure, len(leaves), _types(values))
+        given = [values[place] for place in function.read]
+        is_known = not function.types
         return tuple(
-            _push.bind(*values, function=function)
-            if function.read
-            else _apply(*leaves, function=function)
+            _apply(*given, function=function) if is_known else _push.bind(*given, function=function)
         )
 
     return call
