@@ -264,7 +264,7 @@ def spelled(equation: core.JaxprEqn) -> tuple[core.Primitive, Mapping[str, Any]]
 def _former(
     name: str, params: Mapping[str, Any]
 ) -> tuple[core.Primitive, Mapping[str, Any]] | None:
-    operation = params["_prim"] if name == "call_hi_primitive" else None
+    operation = params.get("_prim") if name == "call_hi_primitive" else None
     if type(operation).__name__ not in _FORMER:
         return None
     primitive, defaults = _FORMER[type(operation).__name__]
