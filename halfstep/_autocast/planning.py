@@ -169,7 +169,7 @@ def _around(draft: Draft, index: int, path: StatePath, *, is_feeding: bool) -> A
     if isinstance(node.structure, Remat):
         return Around(carries, path, is_feeding, tuple(map(draft.known, node.ins)))
     exact = range(len(node.ins)) if path.outs else ()
-    if node.structure is not None and not node.structure.is_opaque:
+    if node.is_call:
         exact = exact_operands(node, carries, path)
     operands = [o for p in exact if not isinstance(o := node.ins[p], Constant)]
     if operands:

@@ -88,7 +88,7 @@ def follow(graph: Graph, ins: Sequence[Traits]) -> list[Traits]:
 
 def _results(node: Node, graph: Graph, found: Sequence[Traits]) -> list[Traits]:
     given = [Traits() if isinstance(operand, Constant) else found[operand] for operand in node.ins]
-    if node.structure is not None and not node.structure.is_opaque:
+    if node.is_call:
         return _called(node, given)
     floats = [
         traits
@@ -290,8 +290,7 @@ def state_nodes(graph: Graph, path: StatePath) -> dict[int, StatePath]:
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
         outs = frozenset(p for p, number in enumerate(node.outs) if number in before & after)
-        is_call = node.structure is not None and not node.structure.is_opaque
-        if not outs or (contracts(node) and not is_call):
+        if not outs or (contracts(node) and not node.is_call):
             continue
         operands = {p: o for p, o in enumerate(node.ins) if not isinstance(o, Constant)}
         before |= {operand for operand in operands.values() if operand in after}
@@ -361,7 +360,7 @@ def exact_operands(node: Node, carries: Sequence[Carry], path: StatePath) -> fro
         waiting: list[int] = []
         for index, one in enumerate(graph.nodes):
             places: Collection[int] = range(len(one.ins)) if index in paths else ()
-            if one.structure is not None and not one.structure.is_opaque:
+            if one.is_call:
                 places = exact_operands(one, carries_of(one), paths.get(index, NO_STATE))
             waiting += [o for p in places if not isinstance(o := one.ins[p], Constant)]
         seen: set[int] = set()

@@ -51,8 +51,7 @@ class PlanPlace:
         """Return whether an operation is a loop, a branch or a call, which has plans inside."""
         if self.plan.decisions[index].inner is not None:
             return True
-        structure = self.plan.graph.nodes[index].structure
-        return structure is not None and not structure.is_opaque
+        return self.plan.graph.nodes[index].is_call
 
     def inside(self, index: int) -> tuple["PlanPlace", ...]:
         """Return the plans inside an operation."""

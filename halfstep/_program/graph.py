@@ -80,6 +80,11 @@ class Node:
         calls = () if self.structure is None else self.structure.inner()
         return tuple(graph_of(call.function, self.scope) for call in calls)
 
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a loop, a branch or a call, whose functions are looked into."""
+        return self.structure is not None and not self.structure.is_opaque
+
     def structured(self, *kinds: type[_S]) -> _S:
         """Return the structure of an operation that is known to be of one of the given kinds."""
         if not isinstance(self.structure, kinds):
