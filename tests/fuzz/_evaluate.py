@@ -32,7 +32,7 @@ from tests.fuzz._program import is_key, is_key_dtype
 Round = Callable[[np.ndarray, np.dtype, int], np.ndarray]
 """What becomes of a result, given its declared dtype and how many terms were added."""
 _NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-_OWN = ("halfstep_contraction", "halfstep_difference", "halfstep_linear")
+_OWN = ("halfstep_contraction", "halfstep_difference", "halfstep_linear", "halfstep_tangents")
 _Key = tuple[np.dtype, tuple[int, ...], bytes]
 Constants = Mapping[_Key, Mapping[bytes, np.ndarray]]
 """What constants of 16 bits were before they were rounded: by dtype, shape and numbers."""
