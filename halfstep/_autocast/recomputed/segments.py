@@ -24,8 +24,8 @@ import numpy as np
 from jax.ref import AbstractRef
 
 from halfstep._autocast.kinds import Kind
-from halfstep._autocast.plans import Plan, held_dtype
-from halfstep._autocast.recomputed.islands import outputs_of
+from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
+from halfstep._autocast.recomputed.islands import outputs_of, taken
 from halfstep._autocast.recomputed.recompute import Surroundings
 from halfstep._program import Constant, CustomJvp, size
 
@@ -191,16 +191,18 @@ def _segment(
 ) -> Segment:
     graph, compute = plan.graph, plan.settings.compute
     made = {number for index in nodes for number in graph.nodes[index].outs}
-    seen: dict[int, set[Kind]] = defaultdict(set)
+    seen: dict[int, set[np.dtype | None]] = defaultdict(set)
     for index in nodes:
         for operand in graph.nodes[index].ins:
             if not isinstance(operand, Constant) and operand not in made:
-                seen[operand].add(plan.seen(operand, index))
+                seen[operand].add(taken(plan, operand, index))
     # A value is rounded before it comes in if no reader wants more, because inputs are kept as they
-    # are.
+    # are. A reader in float32 gets what was made, also if parts before hand it on in both dtypes.
     reads = {
-        number: compute if kinds == {Kind.LOW} and plan.kinds[number] is Kind.WIDE else None
-        for number, kinds in seen.items()
+        number: (compute if dtypes == {compute} else FLOAT32)
+        if plan.kinds[number] is Kind.WIDE
+        else None
+        for number, dtypes in seen.items()
     }
     outputs = outputs_of(plan, made, set(nodes), out_kinds)
     return Segment(tuple(nodes), tuple(reads.items()), outputs, is_last)
