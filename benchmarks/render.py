@@ -36,8 +36,10 @@ from benchmarks._works_with import text as works_with_text
 from benchmarks.blocks import text as blocks_text
 from benchmarks.costs import text as costs_text
 from benchmarks.coverage import text as coverage_text
+from benchmarks.flags import text as flags_text
 from benchmarks.fp8_memory import COLUMNS as FP8_MEMORY_COLUMNS, lines as fp8_memory_lines
 from benchmarks.kernels import COLUMNS as KERNEL_COLUMNS, lines as kernel_lines
+from benchmarks.loop_state import page as loop_state_text
 from benchmarks.loss_scaling import text as loss_scaling_text
 from benchmarks.mutations import text as mutations_text
 from benchmarks.optimizers import COLUMNS as OPTIMIZER_COLUMNS, lines as optimizer_lines
@@ -486,6 +488,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "ecosystem": works_with_text,
         "fashion_mnist": fashion_mnist,
         "faults": fault_text,
+        "flags": flags_text,
         "fp8": f8_text,
         "fp8_memory": fp8_memory,
         "blocks": blocks_text,
@@ -495,6 +498,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "fuzz_programs": random_programs_text,
         "fuzz_programs_oldest": random_programs_text,
         "kernels": kernels,
+        "loop_state": loop_state_text,
         "loss_scaling": loss_scaling_text,
         "memory": memory_text,
         "mutations": mutations_text,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import halfstep
@@ -409,3 +410,23 @@ def test_islands_within_what_the_user_computes_again(policy: str):
     # The same operations, but for one rounding of each softmax, in two turns, there and back.
     off = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
     assert off <= 4 * halfstep.FORMATS["bf16"].eps
+
+
+def test_a_result_of_an_island_that_is_not_differentiated_has_no_tangent():
+    """A `while` loop takes it, which has no derivative in reverse."""
+
+    def loss(params: jax.Array, x: jax.Array) -> jax.Array:
+        h = x @ params
+        weights = jax.nn.softmax(h) * jnp.tanh(h)
+
+        def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return state[0] + 1, 0.5 * state[1] + 1
+
+        start = jnp.int32(0), lax.stop_gradient(weights)
+        _, made = lax.while_loop(lambda state: state[0] < 3, step, start)
+        return jnp.sum(made) + jnp.sum(weights)
+
+    w, x = jnp.ones((5, 5)), jnp.linspace(0, 1, 20).reshape(4, 5)
+    found = jax.grad(halfstep.autocast(loss, "bf16"))(w, x)
+    exact = jax.grad(loss)(w, x)
+    np.testing.assert_allclose(found, exact, atol=4 * 2.0**-8 * float(jnp.max(jnp.abs(exact))))

@@ -124,7 +124,9 @@ def _again(func: Function, *, barred: bool, kept: Factor | None, only_gpu: bool)
                 return func(*given)
 
             _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
-            return _barred_but_on_tpu(made) if barred and not only_gpu else made
+            if not barred or only_gpu:
+                return made
+            return tuple(_barred_but_on_tpu(out) if _moves(out) else out for out in made)
 
         return pushed_as_one(push)
 
@@ -147,19 +149,12 @@ def _moves(tangent: jax.Array | np.ndarray | SymbolicZero) -> bool:
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
-def _barred_but_on_tpu(tangents: tuple[Any, ...]) -> tuple[Any, ...]:
+def _barred_but_on_tpu(tangent: jax.Array) -> jax.Array:
     # The platform is known only when the program is lowered: preflight traces on a CPU what it
-    # compiles for TPUs.
-    moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
-    made = jax.lax.platform_dependent(
-        [tangents[i] for i in moving],
-        tpu=lambda values: values,
-        default=lambda values: [jax.lax.optimization_barrier(value) for value in values],
+    # compiles for TPUs. Each tangent has a barrier of its own, which a zero does not depend on.
+    return jax.lax.platform_dependent(
+        tangent, tpu=lambda value: value, default=jax.lax.optimization_barrier
     )
-    out = list(tangents)
-    for i, value in zip(moving, made, strict=True):
-        out[i] = value
-    return tuple(out)
 
 
 # The saved inputs of an island, as the recomputation reads them.

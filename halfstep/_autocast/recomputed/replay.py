@@ -253,7 +253,8 @@ class Recomputed:
         linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
         known = [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)]
         made = {var for eqn in known for var in eqn.outvars}
-        # A result that does not depend on the tangents is zero, and known.
+        # A result that does not depend on the tangents is zero.
+        self.is_zero = [variables_of([out]).isdisjoint(moving) for out in jaxpr.outvars]
         read = variables_of(atom for eqn in linear for atom in eqn.invars)
         read |= variables_of(jaxpr.outvars)
         kept = [var for var in (*self.residuals, *made) if var in read]
@@ -302,9 +303,13 @@ def pushed_as_one(push: Function) -> Function:
         values = [*leaves, *tangents]
         function = made(structure, len(leaves), _types(values))
         given = [values[place] for place in function.read]
-        is_known = not function.types
+        if all(function.is_zero):
+            pushed: Sequence[Any] = [None] * len(function.avals)
+        else:
+            pushed = _push.bind(*given, function=function)
         return tuple(
-            _apply(*given, function=function) if is_known else _push.bind(*given, function=function)
+            SymbolicZero(aval) if is_zero else out
+            for aval, is_zero, out in zip(function.avals, function.is_zero, pushed, strict=True)
         )
 
     return call
