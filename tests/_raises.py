@@ -66,7 +66,11 @@ def of_source(source: str, file: str) -> Iterator[Site]:
 
 def _warns(node: ast.AST) -> TypeGuard[ast.Call]:
     """Whether this gives a warning; all that the package gives are of one class."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="warnings"), attr="warn")):
+            return True
+        case _:
+            return False
 
 
 def _kind(function: ast.AST, owner: ast.AST) -> str:

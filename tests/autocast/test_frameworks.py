@@ -102,7 +102,7 @@ def contraction_dtypes(func: Any, *args: Any) -> list[set[str]]:
     ]
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(2)
 @every_pair
 def test_loss_gradient_and_state(framework: str, network: str):
     model = made(framework, network)
@@ -164,6 +164,7 @@ def test_statistics_are_never_narrowed(framework: str):
         assert (high - low >= shift / 2).all()
 
 
+@pytest.mark.rows(2)
 @every_framework
 def test_dropout_drops_the_same(framework: str):
     model = made(framework, "transformer")

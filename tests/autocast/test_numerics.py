@@ -64,7 +64,7 @@ SENSITIVE = {
 }
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("islands", [True, False])
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("name", SENSITIVE)

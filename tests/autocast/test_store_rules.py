@@ -41,6 +41,7 @@ def step(loss: Any, policy: str) -> Any:
     return jax.jit(jax.value_and_grad(halfstep.autocast(loss, policy)))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_stay(rule: str, scan: bool):

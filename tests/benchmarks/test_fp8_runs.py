@@ -93,6 +93,7 @@ def test_resume_needs_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Any):
     assert "invalid choice: 'f9'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_blocks_are_in_scopes_that_the_rule_names():
     for task in fp8_training.QUICK.tasks():
         args = task.init(jax.random.key(0)), *task.batch(task.train, jnp.arange(2))

@@ -49,6 +49,7 @@ def test_init_step_and_checkpoint(name: str):
     assert (np.asarray(first["big"] < start()["big"])).mean() > 0.9
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("bits", [24, 32])
 def test_float32_masters_round_trip(bits: int):
     params = start()

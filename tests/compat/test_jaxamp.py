@@ -126,6 +126,7 @@ def test_the_readme_trains():
     assert contractions(jaxamp.amp(loss_fn), model_state, minibatch) == ["float16", "float16"]
 
 
+@pytest.mark.slow
 def test_the_readme_in_short():
     def loss(model: Any, minibatch: Any) -> Any:
         return loss_fn(model, minibatch)[0]

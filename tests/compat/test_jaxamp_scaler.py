@@ -19,6 +19,7 @@ X = jnp.linspace(-1, 1, 16).reshape(4, 4)
 W = jnp.full((4, 4), 0.1)  # No 16-bit format holds it.
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("filter", [True, False])
 @pytest.mark.parametrize("has_aux", [True, False])
 @pytest.mark.parametrize("redo_on_nan", [0, 3])

@@ -255,6 +255,7 @@ SCALES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("make", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, lambda f: f], ids=["jit", "eqx", "eager"])
 def test_documented_training_step(make: Callable, jit: Callable):

@@ -183,6 +183,7 @@ def train(mpx: Any, optimizer: Any, scaling: Any, mixed: bool, mesh: Any, steps:
     return history
 
 
+@pytest.mark.rows(1)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "half", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), None], ids=str
@@ -198,6 +199,7 @@ def test_documented_training_step(half: str | None, mesh: jax.sharding.Mesh):
     assert (last.loss_scaling, last.counter) == (2**15, 0 if half is None else 20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_documented_training_step_has_the_bits_of_mpx(mesh: jax.sharding.Mesh):
     runs = []
@@ -215,6 +217,7 @@ def square_aux(params: dict, x: Any, scale: Any = 1.0) -> tuple[Any, Any]:
     return square(params, x, scale), {"mean": jnp.mean(x), "n": 3}
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("transform", ["filter_grad", "filter_value_and_grad"])
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16, None])
@@ -548,6 +551,7 @@ def test_batch_norm_state_keeps_its_dtype(mode: Any, std: float):
 # Update or skip.
 
 
+@pytest.mark.slow
 def test_optimizer_update_passes_extra_arguments(standard_promotion: None):
     optimizer = optax.lbfgs()
     params = {"w": jnp.array([3.0, -2.0])}

@@ -111,6 +111,7 @@ class TestSteps:
         theirs = by_optax(entry.theirs(schedule), before, params)
         close(values(params, state)["w"], theirs["w"], before["w"])
 
+    @pytest.mark.rows(3)
     def test_donation_and_a_traced_rate(self, name: str, implementation: Any):
         entry = row(name)
 
@@ -173,7 +174,7 @@ class TestSteps:
 SHAPES = ((4096,), (5000,), (130, 64), (64, 130), (4, 64, 32), (3, 3, 3, 512), (2, 5000))
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("name", "shape"),
     # Shapes are divided in the same way for all; on every change all of them with one.

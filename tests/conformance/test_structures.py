@@ -209,7 +209,7 @@ def test_every_operation_that_holds_functions_is_read():
     assert {type(structure) for structure in found.values()} == kinds
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(6)
 @every_row
 @pytest.mark.parametrize("policy", ["bf16", "f16", "f8"])
 def test_gradients(row: Row, policy: str):
@@ -272,6 +272,7 @@ def test_record(row: Row):
     assert (row.label in places) == (bool(row.label) and row.recorded and not own)
 
 
+@pytest.mark.rows(2)
 @few_rows
 def test_first_nonfinite(row: Row):
     w, x = data()
@@ -284,6 +285,7 @@ def test_first_nonfinite(row: Row):
         assert row.label in found.site.within
 
 
+@pytest.mark.rows(2)
 @few_rows
 def test_compare(row: Row):
     report = debug.compare(row.loss, "bf16", sites="ops")(*data())

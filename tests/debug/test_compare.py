@@ -88,6 +88,7 @@ def _shard_map(w, x):
 PROGRAMS = (_plain, _scan, _while, _cond, _remat, _derivatives, _jit, _shard_map)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "func", slow_unless(PROGRAMS, lambda func: func in (_plain, _scan, _derivatives, _shard_map))
 )
@@ -187,6 +188,7 @@ def test_gradients_are_those_of_training():
     assert only.error == report.gradient.error
 
 
+@pytest.mark.slow
 def test_modules_and_other_results():
     model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 4))

@@ -108,7 +108,7 @@ def test_the_compiled_programs_are_small(looked_at):
     assert len(looked_at[1]) < 0.1 * len(layout.sites)
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     "fault",
     slow_unless(FAULTS, lambda fault: FAULTS.index(fault) % 5 == 2),

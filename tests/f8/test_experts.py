@@ -93,6 +93,7 @@ def test_rows_by_the_matrices_of_their_groups(ways: Any, how: Any, mesh: jax.sha
         assert (abs(made - expected) <= WIDTH * EPS * most).all(), name
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ways", PAIRS)
 def test_sums_over_the_rows_of_each_group(ways: Any, how: Any, mesh: jax.sharding.Mesh):
@@ -233,6 +234,7 @@ def test_what_is_not_finite_stays_in_its_group():
 AXES = [(None, 0, None), (0, 0, 0), (0, None, None), (None, None, 0), (0, 0, None)]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_mapped(axes: tuple[int | None, ...]):
     """JAX itself maps a `ragged_dot` only if all of its operands are mapped."""

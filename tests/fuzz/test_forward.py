@@ -13,7 +13,7 @@ EACH = 5
 
 
 ROWS = [
-    pytest.param(first, marks=[pytest.mark.slow] * (first >= 15)) for first in range(0, 560, EACH)
+    pytest.param(first, marks=[pytest.mark.slow] * (first >= EACH)) for first in range(0, 560, EACH)
 ]
 
 

@@ -9,6 +9,7 @@ RUN_EVERY = 30
 """One program in thirty is compiled and run as well, which takes as long as ten that are not."""
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("first", range(0, 300, EACH))
 def test_programs(first: int) -> None:
     outcomes = [

@@ -96,7 +96,7 @@ def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
-@pytest.mark.rows(10)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("kind", "shape", "axis"),
     slow_unless(
@@ -114,6 +114,7 @@ def test_every_shape(kind: str, shape: tuple[int, ...], axis: int) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("kind", "shape", "axis"),
     slow_unless(
@@ -132,6 +133,7 @@ def test_two_codes_in_a_byte(kind: str, shape: tuple[int, ...], axis: int) -> No
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ["lion", "nesterov", "sgd without momentum"])
 def test_one_moment_or_none_of_4_bits(kind: str, algorithm: str) -> None:
@@ -216,6 +218,7 @@ def test_a_batch_of_hyperparameters_has_no_kernel() -> None:
         jax.vmap(lambda by: named(by=by))(by)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize(
     ("implementation", "axes", "spec"),
     slow_unless(

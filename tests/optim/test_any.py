@@ -199,6 +199,7 @@ def test_a_state_of_another_kind():
         optim.master(optax.adamw(RATE), "split16").step(params, state, start())
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "optimizer",
     [optim.compress(optax.adamw(RATE)), optim.master(optax.adamw(RATE)), optim.flash_adamw(RATE)],

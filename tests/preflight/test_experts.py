@@ -90,6 +90,7 @@ def test_decoded_products_are_counted(monkeypatch: pytest.MonkeyPatch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_native_on_every_device(policy: str):
     need("cuda")

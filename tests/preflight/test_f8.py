@@ -282,6 +282,7 @@ def test_factors_are_encoded_from_16_bits_on_a_b200(policy: str, limit: float):
     assert made < limit * plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_four_bits_are_multiplied_with_their_scales_on_a_b200():
     """A product by which rows are rotated would be one for which XLA has no tiles."""

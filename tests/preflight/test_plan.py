@@ -267,6 +267,7 @@ def test_a_plan_is_within_its_budget(loss: Callable[..., Any], target: str, budg
     assert again[target].peak_bytes == found.peak_bytes
 
 
+@pytest.mark.slow
 def test_over_a_mesh_it_plans_for_each_device():
     need("cuda")
     found = plan(
@@ -313,6 +314,7 @@ def test_what_fits_as_it_is_stays_as_it_is():
     assert len(found.front) == 1
 
 
+@pytest.mark.slow
 def test_the_first_maker_that_fits_is_taken():
     need("cuda")
 
