@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -64,7 +65,7 @@ def measure(
     # Not `fork`: JAX's threads do not survive it.
     context = multiprocessing.get_context("spawn")
     rows: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ):
         os.environ.update(
             JAX_PLATFORMS="cpu",
             XLA_FLAGS=_FLAGS,

@@ -24,6 +24,12 @@ class Screen(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of notebooks, which may run before these, import their kernel."""
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+
+
 def counted() -> None:
     with Progress(2, show=True) as bar:
         bar.begin("h100, bf16")

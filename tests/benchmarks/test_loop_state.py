@@ -1,6 +1,7 @@
 """The benchmark of the state of loops: its command runs, and says what is wrong."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -11,8 +12,11 @@ from benchmarks import loop_state
 
 def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     path = tmp_path / "found.json"
+    before = dict(os.environ)
     only = ["--row", "sum, plain", "--spelling", "scan", "--policy", "bf16", "--processes", "1"]
     assert loop_state.main([*only, "--json", str(path)]) == 0
+    # Tests that come later start processes, too.
+    assert dict(os.environ) == before
     said = capsys.readouterr().out
     assert "1 of 1 cases with a loop are exact, and 0 without one are measured." in said
     (case,) = json.loads(path.read_text())["cases"]
