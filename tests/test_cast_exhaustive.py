@@ -71,6 +71,7 @@ def test_every_16_bit_pattern_of_the_other_format(name: str):
     assert np.array_equal(flushed(got), flushed(expected))
 
 
+@pytest.mark.rows(1)
 @formats
 @pytest.mark.parametrize("check", [check_on_device, check_on_host])
 def test_float32_sample(name: str, check):

@@ -94,6 +94,7 @@ class TestDropIn:
 
 
 class TestPrecision:
+    @pytest.mark.rows(2)
     @policies
     def test_arguments_enter_in_the_compute_dtype(self, policy: str):
         seen = {}
@@ -354,6 +355,7 @@ class TestErrors:
             halfstep.filter_grad(jnp.sum, microbatches=0)
 
 
+@pytest.mark.rows(2)
 @policies
 def test_under_every_transform(policy: str):
     """jit, vmap, scan, checkpoint and a second derivative of the transformed function."""

@@ -55,7 +55,7 @@ def extras(name: str, value, grads, x) -> dict[str, Any]:
     return {"value": value, "grad": grads, "value_fn": lambda params: loss(params, x)}
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_finite_steps_are_the_bare_optax_step(name: str, getkey):
     """Five steps of each, compiled apart; every bit of the model and of the state."""

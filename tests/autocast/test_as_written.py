@@ -103,6 +103,7 @@ def test_a_pure_callback_gets_what_it_was_written_for():
     )
 
 
+@pytest.mark.rows(1)
 @every_format
 def test_random_draws_are_the_same_with_and_without(policy: str):
     def draws(w: Any, key: Any) -> Any:

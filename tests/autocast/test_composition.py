@@ -328,7 +328,7 @@ def dtypes(tree: Any) -> Any:
 
 
 # In the other format, which takes as long again, with the slow tests only.
-@pytest.mark.rows(8)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("policy", ["bf16", pytest.param("f16", marks=pytest.mark.slow)])
 @every_pair
 def test_two_deep(outer: str, inner: str, policy: str, mesh: jax.sharding.Mesh):

@@ -59,6 +59,7 @@ def same(found: Any, wanted: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+@pytest.mark.rows(4)
 @every_product
 @pytest.mark.parametrize("narrow", [(), (0,), (1,)], ids=["wide", "left", "right"])
 def test_derivatives_of_the_first_and_second_order(name: str, narrow: tuple[int, ...]):
@@ -98,6 +99,7 @@ def test_derivatives_of_the_first_and_second_order(name: str, narrow: tuple[int,
     assert [one.dtype for one in found[4]] == [factor.dtype for factor in factors]
 
 
+@pytest.mark.rows(2)
 @every_product
 def test_mapped(name: str):
     """Over either factor or both, at every position, forward and in reverse."""

@@ -162,7 +162,7 @@ OF = {
 }
 
 
-@pytest.mark.rows(24)
+@pytest.mark.rows(15)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize(("func", "form"), OF.values(), ids=OF)
 def test_as_of_the_plain_function(func: Callable, form: Callable, policy: str):

@@ -41,6 +41,7 @@ def gradients(policy: str, kind: AxisType) -> Any:
         return jax.jit(jax.grad(autocast(loss, policy)), out_shardings=parts)(params, x)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "policy",
     slow_unless(

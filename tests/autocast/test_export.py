@@ -34,6 +34,7 @@ def test_exported_for_three_platforms(policy: str):
     assert np.array_equal(exported.call(W, X), func(W, X))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients(policy: str):
     @jax.jit

@@ -87,7 +87,7 @@ def loss(params: Any, words: Any, *, post: bool, scan: bool, preset: Any = "none
 @pytest.mark.parametrize("post", [False, True], ids=["pre-norm", "post-norm"])
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 def test_forward_values_are_the_same_bits(compute: str, post: bool, scan: bool):
     given = start()
     func = functools.partial(loss, post=post, scan=scan)

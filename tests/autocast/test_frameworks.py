@@ -102,7 +102,7 @@ def contraction_dtypes(func: Any, *args: Any) -> list[set[str]]:
     ]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @every_pair
 def test_loss_gradient_and_state(framework: str, network: str):
     model = made(framework, network)
@@ -129,7 +129,7 @@ def as_written(framework: str, network: str) -> list[set[str]]:
     return contraction_dtypes(gradient_of(loss_of(model)), *args)
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("framework", "network", "policy"),
     slow_unless(
@@ -164,7 +164,7 @@ def test_statistics_are_never_narrowed(framework: str):
         assert (high - low >= shift / 2).all()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @every_framework
 def test_dropout_drops_the_same(framework: str):
     model = made(framework, "transformer")

@@ -90,6 +90,7 @@ def test_second_derivatives(policy: str):
         assert error <= 16 * halfstep.FORMATS[policy].eps / 2
 
 
+@pytest.mark.rows(1)
 @every_format
 def test_a_convolution(policy: str):
     def func(kernel: Any, x: Any) -> Any:

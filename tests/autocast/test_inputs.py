@@ -77,7 +77,7 @@ def where_finite(tree: Any) -> Any:
     return [np.isfinite(np.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.rows(10)
+@pytest.mark.rows(4)
 @every_format
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", NETS)

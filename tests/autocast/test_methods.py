@@ -239,7 +239,7 @@ def by_halfstep(method: Callable[..., Any], policy: str, given: Any, **options: 
     return jax.jit(functools.partial(method, made))(*given)
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(2)
 @every_format
 @pytest.mark.parametrize("name", METHODS)
 def test_as_exact_as_by_hand(name: str, policy: str) -> None:

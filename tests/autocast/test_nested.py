@@ -260,6 +260,7 @@ def test_cond_with_one_branch_of_zeros_in_a_scan(policy: str):
     np.testing.assert_array_equal(autocast(func, policy)(W, xs), func(W, xs))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.usefixtures("standard_promotion")
 @every_format
 def test_a_checkpointed_while_loop(policy: str):

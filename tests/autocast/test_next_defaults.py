@@ -46,7 +46,7 @@ def no_remat(x: Any, params: Any) -> Any:
 
 
 @since_0_12
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("policy", ["no remat", *POLICIES])

@@ -21,6 +21,7 @@ def gradient(func: Any, policy: str) -> Any:
     return halfstep.filter_grad(func, DynamicLossScaling(1.0), policy=policy)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 def test_gradients_of_a_bias_add_up_in_float32(policy: str):
     def loss(bias: Any, x: Any) -> Any:
@@ -64,7 +65,7 @@ SENSITIVE = {
 }
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("islands", [True, False])
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("name", SENSITIVE)

@@ -64,7 +64,7 @@ def trained() -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
         return train(w), x, labels
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", [*POLICIES, "bf16:inputs", "f16:inputs"])
 def test_a_cross_entropy_is_never_negative(trained: Any, policy: str):
     if policy.endswith(":inputs"):
@@ -139,7 +139,7 @@ CASES = [
 ]
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(7)
 @pytest.mark.parametrize(
     ("name", "policy", "islands"),
     # On every change all functions in one policy, and some in all.

@@ -100,7 +100,7 @@ def test_on_the_result_of_a_product(name: str, policy: str):
     assert float(jnp.abs(got - exact).max()) <= bound
 
 
-@pytest.mark.rows(16)
+@pytest.mark.rows(7)
 @every_row
 def test_and_its_gradient(name: str, policy: str):
     operation = OPERATIONS[name]

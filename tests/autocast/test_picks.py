@@ -181,6 +181,7 @@ def test_no_recipe_rounds_a_look_up():
     assert entry.refusal == "it only picks values, by a one-hot factor"
 
 
+@pytest.mark.rows(1)
 @every_format
 def test_ctc_is_as_exact_as_in_float32(policy: str):
     """The loss rounds nothing but the model's logits, as if it were outside autocast."""

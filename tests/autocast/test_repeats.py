@@ -93,6 +93,7 @@ def on_another_line(number: int, weight: Any, x: Any) -> Any:
     return jnp.tanh(x @ weight)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("layer", "count"),
     [(scaled_layer, 4), (over_another_axis, 3), (on_another_line, 3)],
@@ -166,7 +167,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layer", LAYER_KINDS)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_results_are_those_of_layers_by_themselves(name: str, layer, given, monkeypatch):
@@ -191,7 +192,7 @@ def test_results_are_those_of_layers_by_themselves(name: str, layer, given, monk
     assert far <= 2 * near
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", ["bf16", "f16", "f8"])
 def test_a_value_that_all_layers_read_has_its_gradient_added_up_in_one_order(
     policy: str, given, monkeypatch

@@ -104,7 +104,7 @@ def in_float32(framework: str) -> Any:
     return trained(framework, "float32", "bf16")
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_losses_and_statistics_of_300_steps(framework: str, policy: str) -> None:

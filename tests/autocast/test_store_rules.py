@@ -41,7 +41,7 @@ def step(loss: Any, policy: str) -> Any:
     return jax.jit(jax.value_and_grad(halfstep.autocast(loss, policy)))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_stay(rule: str, scan: bool):
@@ -54,6 +54,7 @@ def test_gradients_stay(rule: str, scan: bool):
     assert cosine(flat(grads), flat(exact)) >= RULES[rule]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_what_is_stored(remat: bool):
     params, x = start()

@@ -42,6 +42,7 @@ def start() -> Any:
     }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("policy", "islands"),
     [

@@ -75,7 +75,7 @@ def dots(func: Any, *args: Any) -> int:
     return func.lower(*args).compile().as_text().count(" dot(")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("name", DOTS)
 def test_what_a_policy_saves_is_encoded(name: str, scan: bool):

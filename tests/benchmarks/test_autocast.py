@@ -76,6 +76,7 @@ def test_distance():
     assert autocast.distance({"a": jnp.array([3.0, 0.5]), "b": jnp.array(4.0)}, exact) == 0.1
 
 
+@pytest.mark.slow
 def test_every_run_traces_anew():
     """A loss that counts how often it is called, and a jitted function inside it."""
     calls = []

@@ -13,7 +13,7 @@ from benchmarks._report import RESULTS
 words = st.lists(st.sampled_from(fuzz.DICTIONARY) | st.text(max_size=5), max_size=8).map("".join)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_a_text_is_right_or_an_error(target):
     # How long a text takes to make depends on what else the machine does.

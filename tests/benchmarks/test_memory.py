@@ -158,7 +158,7 @@ def arrays(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape")]
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(5)
 @pytest.mark.usefixtures("peer", "standard_promotion")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize("name", VARIANTS)

@@ -15,6 +15,7 @@ from benchmarks import mutations
 )
 # Where a file cannot be read, Orbax leaves the reads of others behind, which find their event loop
 # closed when they are done.
+@pytest.mark.rows(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_nothing_gets_in(kind: str, count: int):
     found = mutations.measure(kind, count, seed=1)

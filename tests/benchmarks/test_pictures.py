@@ -54,7 +54,7 @@ def test_other_pictures_are_noticed(copied: pathlib.Path):
     assert len(pictures.stale()) == 2
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_drawn_again_it_is_the_same(name: str, tmp_path: pathlib.Path, monkeypatch):
     """Also what draws them has not changed since; `save` looks at the sizes of all texts."""

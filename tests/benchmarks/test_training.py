@@ -117,6 +117,7 @@ def test_a_run_is_decided_by_its_seed_and_differs_by_precision():
     assert (made["f32"] != losses(plain, 1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_skipped_steps_are_counted(monkeypatch):
     monkeypatch.setattr(

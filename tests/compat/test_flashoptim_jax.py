@@ -31,6 +31,7 @@ def start() -> Any:
     }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_init_step_and_checkpoint(name: str):
     make, to_dict, from_dict = MAKERS[name]
@@ -126,6 +127,7 @@ def test_leaves():
         compat.split_leaf(jnp.ones(2), jnp.float16)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("group_size", [16, 32])
 def test_moments_come_back(group_size: int):
     value = jax.random.normal(jax.random.key(0), (8, 64))

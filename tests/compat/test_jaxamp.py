@@ -312,6 +312,7 @@ def test_amp_stop(how: str):
     assert (func(W, X) == X @ W @ W).all()
 
 
+@pytest.mark.slow
 def test_leaves_that_are_no_floats():
     """Complex numbers keep their imaginary parts, and keys are keys."""
 
@@ -369,6 +370,7 @@ def softmax_head(params: Any, x: Any) -> Any:
     return jax.nn.softmax(jnp.maximum(hidden, 0.1) @ params["head"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", [{}, {"nowhere": jaxamp.use_compute_precision}])
 def test_a_policy_for_nothing_changes_no_bit(policy: Any):
     params = {"body": W, "head": jnp.linspace(-1, 1, 16).reshape(4, 4) / 3}

@@ -19,7 +19,7 @@ X = jnp.linspace(-1, 1, 16).reshape(4, 4)
 W = jnp.full((4, 4), 0.1)  # No 16-bit format holds it.
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("filter", [True, False])
 @pytest.mark.parametrize("has_aux", [True, False])
 @pytest.mark.parametrize("redo_on_nan", [0, 3])
@@ -231,6 +231,7 @@ def overflowing(w: Any, x: Any) -> Any:
 OPERANDS = jnp.ones((4, 4)), jnp.full((1, 4), 1024.0)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("redo_on_nan", [0, 4, 5, 9])
 def test_redo(redo_on_nan: int, jit: bool):
@@ -267,6 +268,7 @@ def test_a_loss_that_is_not_finite_is_not_computed_again():
     assert jnp.isnan(grads[0, 0])
 
 
+@pytest.mark.slow
 def test_redo_under_vmap():
     def one(scaler: Any, x: Any) -> Any:
         state = jaxamp.DynamicScalerState(scaler=scaler)

@@ -173,6 +173,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("other", OTHERS)
 def test_leaves_of_every_kind(other: str):
     a, b = (Pair(jnp.full(2, float(seed)), {"x": OTHERS[other](seed)}) for seed in (1, 2))
@@ -255,7 +256,7 @@ SCALES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("make", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, lambda f: f], ids=["jit", "eqx", "eager"])
 def test_documented_training_step(make: Callable, jit: Callable):
@@ -322,6 +323,7 @@ def _through_file(scale: Any) -> Any:
     return eqx.tree_deserialise_leaves(buffer, jtu.tree_map(jnp.zeros_like, scale))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 def test_every_field_survives(copy: Callable):
     dynamic = make_scale(min_loss_scale=jnp.asarray(2.0**11))

@@ -183,7 +183,7 @@ def train(mpx: Any, optimizer: Any, scaling: Any, mixed: bool, mesh: Any, steps:
     return history
 
 
-@pytest.mark.rows(1)
+@pytest.mark.rows(slow)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "half", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), None], ids=str
@@ -217,7 +217,7 @@ def square_aux(params: dict, x: Any, scale: Any = 1.0) -> tuple[Any, Any]:
     return square(params, x, scale), {"mean": jnp.mean(x), "n": 3}
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("transform", ["filter_grad", "filter_value_and_grad"])
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16, None])
@@ -462,6 +462,7 @@ def test_state_survives():
         assert fields(copy) == fields(scaling) == (128, 3, 1, 11, 2)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("transform", ["filter_grad", "filter_value_and_grad"])
 def test_without_mixed_precision(has_aux: bool, transform: str):
@@ -516,6 +517,7 @@ def test_overflow_shrinks_the_scale_and_skips():
     assert scaling.loss_scaling == 2**14
 
 
+@pytest.mark.rows(1)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("mode", "std"), [("batch", 1.0), ("ema", 400.0)])
 def test_batch_norm_state_keeps_its_dtype(mode: Any, std: float):

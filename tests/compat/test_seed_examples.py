@@ -114,6 +114,7 @@ def trained(title: str, **given: Any) -> tuple[dict[str, Any], list[float]]:
     return known, losses
 
 
+@pytest.mark.slow
 @runs("a step in full precision")
 def test_a_step_in_full_precision():
     known, losses = trained("a step in full precision")
@@ -181,6 +182,7 @@ def test_methods_and_steps_in_the_text_of_the_paper():
 # The README of MPfJ has no example. These are the ten steps of its text, with its five names.
 
 
+@pytest.mark.slow
 def test_the_steps_of_mpfj():
     known = regression()
     model, state, batch = known["model"], known["optimizer_state"], known["batch"]
@@ -274,6 +276,7 @@ def test_the_baseline():
     assert loss_fn(names["params"], weights()["batch"]) < before
 
 
+@pytest.mark.slow
 @runs("timing in JAX")
 def test_timing():
     names = flash_names()

@@ -103,6 +103,7 @@ def without():
     return {name: entry(_params()) for name, entry in ENTRY_POINTS.items()}
 
 
+@pytest.mark.rows(57)
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_leaf_that_is_not_used_changes_nothing(name: str, entry: str, without: dict[str, Any]):

@@ -141,7 +141,7 @@ def contraction_dtypes(name: str, policy: str) -> list[tuple[np.dtype, ...]]:
     ]
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     slow_unless(
@@ -165,7 +165,7 @@ def test_dtypes_are_stable_and_nothing_is_traced_again(name: str, policy: str):
     assert ledger.applied == 3
 
 
-@pytest.mark.rows(7)
+@pytest.mark.rows(2)
 @every_policy
 @every_row
 def test_statistics_are_never_narrowed(name: str, policy: str):
@@ -203,7 +203,7 @@ def test_every_contraction_runs_in_the_compute_dtype(name: str, policy: str):
     assert set(found) == {(compute_dtype(policy),) * 2}
 
 
-@pytest.mark.rows(7)
+@pytest.mark.rows(5)
 @every_policy
 @every_row
 def test_gradients_agree_with_the_framework(name: str, policy: str):
@@ -213,6 +213,7 @@ def test_gradients_agree_with_the_framework(name: str, policy: str):
     assert distance(report.grads, reference) <= tolerance(policy)
 
 
+@pytest.mark.rows(5)
 @every_row
 def test_a_float32_step_is_the_frameworks_own(name: str):
     ours, scaling, ledger = start(name, "f32")
@@ -224,6 +225,7 @@ def test_a_float32_step_is_the_frameworks_own(name: str):
     assert not same_bits(persistent(ours), persistent(start(name, "f32")[0]))
 
 
+@pytest.mark.rows(4)
 @every_row
 def test_an_unchecked_float32_step_is_the_frameworks_own(name: str):
     def step(data: Data, train: Train) -> Train:
@@ -271,6 +273,7 @@ def test_dropout_drops_and_changes(name: str, policy: str):
     assert (masks[0] ^ masks[1]).mean() > 0.1
 
 
+@pytest.mark.rows(4)
 @every_row
 def test_donated_buffers_are_gone(name: str):
     given = start(name, "bf16")
@@ -294,6 +297,7 @@ def each_device(x: jax.Array) -> list[Any]:
 
 
 # The program for devices is compiled anew: on every change in the format that can overflow.
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("policy", slow_unless(POLICIES, lambda policy: policy == "f16"))
 @every_row
 def test_four_devices(name: str, policy: str, mesh: jax.sharding.Mesh):

@@ -122,6 +122,7 @@ def test_scalings(name: str, scaling: str):
     )
 
 
+@pytest.mark.rows(20)
 @rows_without("abstract", "float0")
 @pytest.mark.parametrize("under_jit", [False, True])
 def test_select_and_transaction(name: str, under_jit: bool):

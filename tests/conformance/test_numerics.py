@@ -87,6 +87,7 @@ def in_full_precision(func, x):
 RULED = MappingProxyType({("a dot whose output is 81920", "f16"): "op:dot_general=accumulate"})
 
 
+@pytest.mark.rows(15)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("name", ROWS)
 def test_unmodified(name: str, policy: str):

@@ -80,7 +80,7 @@ def close(ours: Any, theirs: Any, before: Any, *, master_bits: int = 24) -> None
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("standard_promotion")
 class TestSteps:
-    @pytest.mark.rows(8)
+    @pytest.mark.rows(6)
     @pytest.mark.parametrize("bits", [24, 32, None])
     def test_goes_where_optax_goes(self, name: str, implementation: Any, bits: Any):
         entry = row(name)
@@ -111,7 +111,7 @@ class TestSteps:
         theirs = by_optax(entry.theirs(schedule), before, params)
         close(values(params, state)["w"], theirs["w"], before["w"])
 
-    @pytest.mark.rows(3)
+    @pytest.mark.rows(2)
     def test_donation_and_a_traced_rate(self, name: str, implementation: Any):
         entry = row(name)
 
@@ -136,6 +136,7 @@ class TestSteps:
                 np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2**-7, atol=1
             )
 
+    @pytest.mark.rows(3)
     def test_a_skipped_step_changes_nothing(self, name: str, implementation: Any):
         entry = row(name)
         tx = entry.ours(entry.rate, implementation=implementation)
@@ -144,7 +145,7 @@ class TestSteps:
         for got, was in zip(jax.tree.leaves(new), jax.tree.leaves((params, state)), strict=True):
             np.testing.assert_array_equal(got, was)
 
-    @pytest.mark.rows(6)
+    @pytest.mark.rows(3)
     @pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=str)
     def test_sharded_without_a_collective(self, name: str, implementation: Any, spec: Any):
         if implementation == "interpret":
@@ -174,7 +175,7 @@ class TestSteps:
 SHAPES = ((4096,), (5000,), (130, 64), (64, 130), (4, 64, 32), (3, 3, 3, 512), (2, 5000))
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("name", "shape"),
     # Shapes are divided in the same way for all; on every change all of them with one.
@@ -195,6 +196,7 @@ def test_odd_shapes(name: str, shape: tuple[int, ...]):
     close(values(params, state)["w"], theirs["w"], before["w"])
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_kernel_that_was_asked_for_refuses_odd_shapes(shape: tuple[int, ...]):
     entry = row("adamw")

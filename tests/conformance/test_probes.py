@@ -95,7 +95,7 @@ NESTED = {
 }
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
 @pytest.mark.parametrize("func", NESTED.values(), ids=NESTED)
 def test_every_contraction_is_low(func, policy: str):

@@ -77,6 +77,7 @@ def refuse(name: str) -> Any:
     raise AssertionError(f"{name} is no JSON")
 
 
+@pytest.mark.rows(6)
 @every_row
 def test_json_is_valid_and_is_what_is_written(
     make: Callable[[], halfstep.Report], tmp_path: pathlib.Path

@@ -209,7 +209,7 @@ def test_every_operation_that_holds_functions_is_read():
     assert {type(structure) for structure in found.values()} == kinds
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @every_row
 @pytest.mark.parametrize("policy", ["bf16", "f16", "f8"])
 def test_gradients(row: Row, policy: str):
@@ -258,6 +258,7 @@ def test_explain(row: Row, policy: str):
         assert [entry.name for entry in inside if entry.name == "pallas_call"]
 
 
+@pytest.mark.rows(3)
 @few_rows
 def test_record(row: Row):
     args = data()

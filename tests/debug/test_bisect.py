@@ -112,6 +112,7 @@ def test_out_of_reach():
         debug.bisect(loss, [], ALL_LOW, progress=False)
 
 
+@pytest.mark.slow
 def test_a_whole_step():
     def step(w, x):
         def loss(w):

@@ -88,7 +88,7 @@ def _shard_map(w, x):
 PROGRAMS = (_plain, _scan, _while, _cond, _remat, _derivatives, _jit, _shard_map)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "func", slow_unless(PROGRAMS, lambda func: func in (_plain, _scan, _derivatives, _shard_map))
 )
@@ -109,6 +109,7 @@ def test_both_sides_are_what_they_are_alone(func):
         assert site.cosine > 1 - 64 * EPS
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("func", [_plain, _scan, _cond, _shard_map])
 def test_what_runs_in_float32_is_not_off(func):
     policy = halfstep.Policy(compute="bf16", rules=("op:*=float32",))

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 # Every third one on each change, all of them before a release.
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     "fault",
     slow_unless(FAULTS, lambda fault: FAULTS.index(fault) % 3 == 0),
@@ -40,6 +40,7 @@ def test_the_first_bad_operation(fault: Fault):
     assert found.to_dict()["line"] == fault.line
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("fault", FAULTS[:1] + FAULTS[19:21], ids=lambda fault: fault.name)
 def test_a_log_of_every_operation_says_the_same(fault: Fault):
     func, args = fault.make()

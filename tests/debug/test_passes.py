@@ -85,6 +85,7 @@ def step_arguments(layers=3):
     return params, (params, params), jnp.ones((4, 8))
 
 
+@pytest.mark.slow
 def test_the_compiled_programs_are_small(looked_at):
     args = step_arguments()
     traced = instrument(step, args, {}, sites="ops", compute=None)
@@ -108,7 +109,7 @@ def test_the_compiled_programs_are_small(looked_at):
     assert len(looked_at[1]) < 0.1 * len(layout.sites)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "fault",
     slow_unless(FAULTS, lambda fault: FAULTS.index(fault) % 5 == 2),

@@ -40,6 +40,7 @@ def _found(log):
     return found
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("sites", ["scopes", "ops", lambda site: site.op == "tanh"])
 def test_the_step_stays_as_it_is(sites):
     args = _args()
@@ -119,6 +120,7 @@ def test_the_first_bad_step(tmp_path):
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_map_of_many_sites_shows_those_that_matter(tmp_path):
     def deep(x):
         for _ in range(35):

@@ -44,6 +44,7 @@ def _oracle(values: np.ndarray, compute: np.dtype) -> dict[Column, float]:
     }
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("compute", [np.float16, jnp.bfloat16])
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_every_pattern(dtype, compute):

@@ -213,7 +213,7 @@ def marks(path: pathlib.Path) -> tuple[list[str], np.ndarray]:
     return texts, np.array(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", bare), float)
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_again_it_is_the_same(name: str, tmp_path: pathlib.Path):
     """Otherwise it is stale: the library, or what draws it, has changed since."""

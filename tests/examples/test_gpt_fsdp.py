@@ -27,6 +27,7 @@ def run(out: pathlib.Path, options: str) -> None:
     script.main([*SIZES.split(), *options.split(), "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_end_to_end(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture):
     """Four devices, two copies of the parameters; stopped by a signal and begun again."""
     options = "--policy bf16 --fsdp 2 --save-every 2"

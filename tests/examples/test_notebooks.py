@@ -22,6 +22,7 @@ def kinds(notebook: Any) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(NAMES, lambda name: name == "convert_a_model"))
 def test_it_runs_and_shows_what_is_kept(name: str):
     if name == "will_it_fit":

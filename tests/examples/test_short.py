@@ -38,6 +38,7 @@ def records(out: pathlib.Path) -> list[dict[str, Any]]:
 
 
 # On every change with batch norm and without a framework; the frameworks have suites of their own.
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "script",
     slow_unless(IMAGES, lambda script: name(script) in ("cnn_batchnorm", "plain_jax")),

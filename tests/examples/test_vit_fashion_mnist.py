@@ -75,6 +75,7 @@ def test_end_to_end(data: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.C
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_scale_forced_too_high_recovers(data: pathlib.Path, tmp_path: pathlib.Path):
     script.main(arguments(data, tmp_path, f"--policy f16 --log-every 1 --loss-scale {2**24}"))
     log = records(tmp_path / "f16-seed0")

@@ -63,6 +63,7 @@ def in_cond(func: Callable, w: Any, x: Any) -> Any:
     return jnp.sum(jax.lax.cond(x[0, 0] > 0, lambda: func(x @ w), lambda: x))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("outer", [in_scan, in_cond, jax.checkpoint(in_scan, static_argnums=0)])
 def test_it_is_found_inside(outer: Callable):
     assert found(lambda w, x: outer(ruled(RULES["clamp"]), w, x))
@@ -83,6 +84,7 @@ def test_a_linear_rule_is_none(rule: Callable):
     assert found(lambda w, x: jnp.sum(func(x @ w) * 0.5)) == []
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_no_structure_of_jax_is_one(name: str):
     assert found(ROWS[name].loss, "f16", *data()) == []

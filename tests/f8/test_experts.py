@@ -74,6 +74,7 @@ def on_several(func: Any, mesh: jax.sharding.Mesh) -> Any:
 HOW = [pytest.param(on_one_device, id="tiles"), pytest.param(on_several, id="decoded")]
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ways", PAIRS)
 def test_rows_by_the_matrices_of_their_groups(ways: Any, how: Any, mesh: jax.sharding.Mesh):
@@ -93,7 +94,7 @@ def test_rows_by_the_matrices_of_their_groups(ways: Any, how: Any, mesh: jax.sha
         assert (abs(made - expected) <= WIDTH * EPS * most).all(), name
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ways", PAIRS)
 def test_sums_over_the_rows_of_each_group(ways: Any, how: Any, mesh: jax.sharding.Mesh):
@@ -171,6 +172,7 @@ W, X = normal(0, GROUPS, 96, 64), normal(1, 200, 96)
 GIVEN = normal(2, 200, 64).astype(jnp.bfloat16).astype(jnp.float32)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", ["mxfp8", "f8-block"])
 def test_like_a_product_for_each_group(policy: str):
     """The same encodings: only the order of sums differs, and float32 is rounded to bfloat16."""
@@ -234,7 +236,7 @@ def test_what_is_not_finite_stays_in_its_group():
 AXES = [(None, 0, None), (0, 0, 0), (0, None, None), (None, None, 0), (0, 0, None)]
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_mapped(axes: tuple[int | None, ...]):
     """JAX itself maps a `ragged_dot` only if all of its operands are mapped."""

@@ -58,6 +58,7 @@ def test_every_recipe_has_a_bar():
     assert set(LEAST) == set(RECIPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "name"),
     slow_unless(itertools.product(CASES, RECIPES), lambda *row: row in FAST),

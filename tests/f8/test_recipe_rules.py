@@ -70,6 +70,7 @@ def test_a_recipe_itself():
     assert reasons(Policy(compute="bf16", rules=(mine,)))[1].startswith("mine: e4m3")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("own", ["f8", "bf16"])
 def test_the_scope_has_the_recipe_and_nothing_else(own: str):
     # One scale for the whole weight makes zeros of its small columns; scales of blocks do not.
@@ -133,6 +134,7 @@ def test_formats_are_counted_together():
     assert (f8.format, f8.recipe) == ("fp4 and fp8", "nvfp4 and mxfp8")
 
 
+@pytest.mark.slow
 def test_state_has_all_products_and_trains():
     scaling = RECIPES["nvfp4"].init(loss, PARAMS, X, policy=MIXED, key=jax.random.key(0))
     assert sorted(scaling.sites) == ["first/dot_general.0", "last/dot_general.0"]

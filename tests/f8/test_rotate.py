@@ -49,6 +49,7 @@ def test_both_rotations_are_the_same(dtype: str, back: bool):
     np.testing.assert_allclose(ways[0], exact, rtol=0, atol=16 * np.finfo(np.float32).eps * size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])
 def test_rotations_can_be_mapped(axes: tuple[int | None, int | None]):
     value = jax.random.normal(jax.random.key(0), (3, 3, 4, 32))

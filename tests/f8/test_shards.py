@@ -140,7 +140,7 @@ CASES = [
 ]
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("factor", [MX, FP4], ids=["mxfp8", "nvfp4"])
 @pytest.mark.parametrize(("first", "second", "out"), CASES)
 def test_numbers_are_those_of_one_device(

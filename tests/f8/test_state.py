@@ -127,6 +127,7 @@ def test_the_loss_scale_does_not_matter(scaling: F8Scaling):
     same(one.sites, two.sites)
 
 
+@pytest.mark.slow
 def test_microbatches_see_what_the_batch_does():
     def plain(params: Any, x: Any) -> Any:
         return jnp.sum(x @ params["in"] * jnp.arange(64.0)[None])
@@ -219,6 +220,7 @@ def test_other_products_are_an_error(scaling: F8Scaling):
 # Randomness.
 
 
+@pytest.mark.slow
 def test_no_key_is_ignored():
     recipe = RECIPES["nvfp4"]
     states = [recipe.init(loss, PARAMS, X, key=jax.random.key(seed)) for seed in (0, 0, 1)]
@@ -272,6 +274,7 @@ def test_a_product_that_loses_too_much_is_taken_out():
     assert never.review() is never
 
 
+@pytest.mark.slow
 def test_state_without_delay_only_watches():
     state = RECIPES["f8"].init(loss, PARAMS, X)
     both = [

@@ -24,7 +24,7 @@ from tests.fuzz._shrink import shrunk
 SEEDS = range(40, 52)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("by", [0.1, 0.01])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_planted_errors_are_found(kind: str, by: float) -> None:

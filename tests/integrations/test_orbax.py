@@ -434,6 +434,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_digests_do_not_depend_on_shardings(monkeypatch: pytest.MonkeyPatch, kind: AxisType):
     monkeypatch.setattr("halfstep._base.digest._SMALL", -1)

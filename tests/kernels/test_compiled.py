@@ -44,6 +44,7 @@ def compiled(target: str, *cases: dict[str, Any]) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "target", slow_unless([(name,) for name in GPUS], lambda name: name in ("h100", "a100-80gb"))
 )

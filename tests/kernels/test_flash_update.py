@@ -81,7 +81,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(7)
 @pytest.mark.parametrize(
     ("kind", "algorithm", "low"),
     slow_unless(PAIRS, lambda _, algorithm, low: algorithm == "adam" or low == "24 bits"),
@@ -96,7 +96,7 @@ def test_it_is_the_step_of_float64(kind: str, algorithm: str, low: str) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("kind", "shape", "axis"),
     slow_unless(
@@ -114,7 +114,7 @@ def test_every_shape(kind: str, shape: tuple[int, ...], axis: int) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("kind", "shape", "axis"),
     slow_unless(
@@ -133,7 +133,7 @@ def test_two_codes_in_a_byte(kind: str, shape: tuple[int, ...], axis: int) -> No
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algorithm", ["lion", "nesterov", "sgd without momentum"])
 def test_one_moment_or_none_of_4_bits(kind: str, algorithm: str) -> None:
@@ -142,6 +142,7 @@ def test_one_moment_or_none_of_4_bits(kind: str, algorithm: str) -> None:
     check(leaf, run(kind, leaf, grad, scalars(), spec), grad, scalars(), spec)
 
 
+@pytest.mark.slow
 def test_all_forms_draw_the_same_codes() -> None:
     leaf, grad, groups = make((64, 128), bits=4)
     made = [run(kind, leaf, grad, scalars(), spec_of("adam", groups, bits=4)) for kind in KINDS]
@@ -158,6 +159,7 @@ def test_nothing_changes_where_it_is_not_to_be_kept(kind: str) -> None:
     assert_same(new, leaf)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("kind", ["two passes", "gpu", "tpu"])
 def test_an_element_that_is_not_finite_is_left_out(kind: str) -> None:
     leaf, grad, groups = make((64, 128))
@@ -218,7 +220,7 @@ def test_a_batch_of_hyperparameters_has_no_kernel() -> None:
         jax.vmap(lambda by: named(by=by))(by)
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("implementation", "axes", "spec"),
     slow_unless(

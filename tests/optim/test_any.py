@@ -60,7 +60,7 @@ def trained(tx: Any, params: Any) -> tuple[Any, Any]:
     return by_updates(tx, params, grads, 5)
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_compressed(name: str):
     make, coded = OPTIMIZERS[name]
@@ -121,6 +121,7 @@ def full(params: Any, state: Any) -> Any:
     return rest if rest.dtype == jnp.float32 else quant.join(params["w"], rest)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("kind", ["split16", "float32"])
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "lion"])
 def test_a_master_of_32_bits_is_float32(name: str, kind: Any):
@@ -199,7 +200,7 @@ def test_a_state_of_another_kind():
         optim.master(optax.adamw(RATE), "split16").step(params, state, start())
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "optimizer",
     [optim.compress(optax.adamw(RATE)), optim.master(optax.adamw(RATE)), optim.flash_adamw(RATE)],

@@ -37,7 +37,7 @@ def grads(number: int, params: Any) -> Any:
     return {name: jax.random.normal(key, p.shape, p.dtype) for name, p in params.items()}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.usefixtures("standard_promotion")
 def test_restored_onto_another_mesh(name: str, tmp_path: Any):

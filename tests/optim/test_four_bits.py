@@ -38,6 +38,7 @@ def test_bytes(name: str):
     assert optim.stored_bytes(made) <= most * math.prod((4096, 4096)) + 4
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_small_problem_is_learned(name: str):
     """Least squares, with the rates of each optimizer."""
@@ -78,6 +79,7 @@ def test_random_rounding_is_right_on_average():
     assert jnp.abs(jnp.mean(error)) < 1e-3
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
 def test_devices_need_nothing_of_one_another(spec: P):
     tx = of_bits(4)

@@ -38,7 +38,7 @@ def scales(state: Any) -> list[tuple[int, ...]]:
     return [coded.scale.shape for coded in optim.coded(state)]
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.usefixtures("standard_promotion")
 def test_groups_are_on_one_device(name: str):

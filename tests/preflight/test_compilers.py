@@ -131,6 +131,7 @@ def test_the_papers_desktop_vit_on_an_h100(case: str, baseline: int):
     assert entry.peak_bytes / MIB == pytest.approx(baseline, rel=0.02)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("way", ["mosaic gpu", "triton", "mosaic tpu"])
 @pytest.mark.filterwarnings("ignore:Using ``pl.pallas_call`` for Mosaic GPU:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -79,6 +79,7 @@ def test_all_products_are_native(target: str, policy: str, element: str):
     assert entry.contraction_flops() == {element: rows}
 
 
+@pytest.mark.slow
 def test_decoded_products_are_counted(monkeypatch: pytest.MonkeyPatch):
     need("cuda")
     monkeypatch.setattr(product, "roles_of", lambda *_: None)

@@ -255,6 +255,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("target", "platform"), TARGETS)
 @pytest.mark.usefixtures("own_cache")
 def test_all_products_of_a_dense_model(target: str, platform: str):
@@ -271,6 +272,7 @@ def test_all_products_of_a_dense_model(target: str, platform: str):
     assert all(line.startswith("test_f8.py:") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "limit"), [("mxfp8", 0.7), ("nvfp4", 1.8)])
 @pytest.mark.usefixtures("own_cache")
 def test_factors_are_encoded_from_16_bits_on_a_b200(policy: str, limit: float):
@@ -297,6 +299,7 @@ def test_four_bits_are_multiplied_with_their_scales_on_a_b200():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_blocks_are_multiplied_with_their_scales_on_a_b200(monkeypatch: pytest.MonkeyPatch):
     need("cuda")
@@ -316,6 +319,7 @@ def test_blocks_are_multiplied_with_their_scales_on_a_b200(monkeypatch: pytest.M
         compiled("b200", "mxfp8").check(f8=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the kernel takes JAX 0.12")
 @pytest.mark.usefixtures("own_cache")
 def test_blocks_of_128_are_multiplied_in_8_bits_on_an_h100(monkeypatch: pytest.MonkeyPatch):
@@ -397,6 +401,7 @@ def gathered(entry: Any) -> dict[str, int]:
     return {c.dtype: c.bytes for c in entry.collectives if c.kind == "all-gather"}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("policy", ["mxfp8", "nvfp4"])
 @pytest.mark.usefixtures("own_cache")
 def test_blocks_are_multiplied_with_their_scales_on_several_b200s(
@@ -458,6 +463,7 @@ def test_blocks_inside_a_shard_map():
     report.check(f8=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_blocks_are_not_cut():
     """Rows of 128 elements are 4 blocks of 32, and their weights are divided over 8 devices."""

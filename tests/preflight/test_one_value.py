@@ -39,6 +39,7 @@ def softened(w, x):
     return h * 0.5 + w[1:2], probabilities, jnp.sum(h * h), h
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "target",
     slow_unless(["h100", "rtx4090", "a100-80gb", "v5e"], lambda name: name in ("rtx4090", "v5e")),

@@ -59,6 +59,7 @@ def layers(batch: int) -> _cases.Case:
     return step, (params, jax.ShapeDtypeStruct((batch, 512), jnp.float32)), (0,)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("target", "platform"), TARGETS)
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_scan(target: str, platform: str, tmp_path: pathlib.Path):
@@ -192,6 +193,7 @@ _VALUE = re.compile(
 )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("target", "platform"), TARGETS)
 @pytest.mark.usefixtures("standard_promotion")
 def test_decoded_as_the_compiler_prints_it(target: str, platform: str, tmp_path: pathlib.Path):

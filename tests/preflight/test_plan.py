@@ -375,6 +375,7 @@ def test_few_bits_within_a_bound(tmp_path: pathlib.Path):
     assert (tmp_path / "front.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_what_cannot_be_met_is_said():
     need("cuda")
     with pytest.raises(halfstep.DoesNotFitError, match=r"no plan fits into 20\.00 MiB on h100: wi"):

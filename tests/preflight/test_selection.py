@@ -52,7 +52,7 @@ def best(problem: Problem, memory: float, error: float) -> Selection | None:
     return min(found, key=lambda made: (made.seconds, made.bytes), default=None)
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_it_is_the_best_of_all(seed: int):
     problem = drawn(seed)

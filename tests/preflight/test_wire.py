@@ -95,7 +95,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("target", "fsdp", "options", "dtype"), slow_unless(ROWS, fast), ids=str)
 def test_gradients(target: str, fsdp: bool, options: dict[str, Any], dtype: str):
     """All of them are summed in one dtype, and once."""

@@ -67,6 +67,7 @@ def test_four_bits_saturate():
     np.testing.assert_array_equal(made, [0.0, 0.5, 2.0, 3.0, 6.0, 6.0, 6.0, -6.0])
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_stochastic_rounding_is_unbiased(dtype: str):
     # 64 values, 2**15 draws each: more than two million.
@@ -98,6 +99,7 @@ def test_stochastic_rounding_needs_a_key():
         _scaled.saturated(jnp.ones((4,)), factor)
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("name", "which", "length"),
     slow_unless(

@@ -63,6 +63,7 @@ def flipped(array: jax.Array, random: np.random.Generator) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("kind", ["one device", "data parallel", "FSDP"])
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_found(kind: str, count: int):

@@ -108,6 +108,7 @@ COMPILES = """
 """
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -124,6 +125,7 @@ def test_what_may_take_longer_is_left_alone(body: str):
     assert process.returncode == 0
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "body",
     [

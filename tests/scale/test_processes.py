@@ -18,6 +18,7 @@ def results(group: Group, out: pathlib.Path, what: str, seconds: float = 120) ->
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.slow
 def test_what_one_process_has_all_know(tmp_path: pathlib.Path):
     first, second = _reactions.together(tmp_path)
     # Bad numbers in the batch of one: nobody steps, and everybody halves the scale.
@@ -61,6 +62,7 @@ SAYS = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("fault", SAYS)
 def test_all_end_within_the_limit(fault: str, tmp_path: pathlib.Path):
     found = _reactions.react(fault, tmp_path)
@@ -74,6 +76,7 @@ def test_all_end_within_the_limit(fault: str, tmp_path: pathlib.Path):
         assert "in loop" in found["said"][1]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("fault", ["slow", "late"])
 def test_all_wait_for_one_that_is_slow(fault: str, tmp_path: pathlib.Path):
     found = _reactions.react(fault, tmp_path)
@@ -94,6 +97,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path: pathlib.Path):
     assert first["stopped"] >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [12, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_four_processes_agree_among_many_steps(steps: int, tmp_path: pathlib.Path):
     argv = ["many", str(tmp_path), "--steps", str(steps)]
@@ -107,6 +111,7 @@ def manifest(out: pathlib.Path, step: int) -> Any:
     return {name: found[name] for name in ("leaves", "static")}
 
 
+@pytest.mark.slow
 def test_four_processes_two_and_one(tmp_path: pathlib.Path):
     for step, (processes, devices) in enumerate([(4, 1), (2, 1), (1, 4)], 1):
         fsdp = str(processes * devices)
