@@ -1,6 +1,7 @@
 """Composed programs: state in loops, under every transformation, is as exact as cast by hand."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -17,25 +18,22 @@ EACH = 20
 COUNT = 300
 """In the night, `python -m benchmarks.fuzz_programs --composed` runs others."""
 firsts = range(0, COUNT, EACH)
-# Known faults, each of which is to be mended: these fail until it is.
+# Known faults: these programs fail until they are mended.
 WRONG = {
     60: "seed 76: a derivative over reverse is 1.26 times its bound from casts by hand",
-    200: "an oracle with another number of devices than its values have",
-    280: "an oracle with another number of devices than its values have",
+    280: "seed 284: the oracle cannot trace a mapped `custom_vjp`",
 }
 CHANGED = {240: "seed 252: a `fori_loop` whose body is in a `jax.checkpoint` that saves a name"}
 
 
 def marked(known: Mapping[int, str]) -> pytest.MarkDecorator:
-    """Every hundredth program on every change, and the others every night."""
-    rows = [
-        pytest.param(
-            first,
-            marks=[pytest.mark.slow] * (first % 100 != 0)
-            + [pytest.mark.xfail(strict=True, reason=known[first])] * (first in known),
-        )
-        for first in firsts
-    ]
+    """Mark what is known to fail, and all but every hundredth program for the night."""
+    rows: list[Any] = []
+    for first in firsts:
+        marks = [] if first % 100 == 0 else [pytest.mark.slow]
+        if first in known:
+            marks.append(pytest.mark.xfail(strict=True, reason=known[first]))
+        rows.append(pytest.param(first, marks=marks))
     return pytest.mark.parametrize("first", rows)
 
 
