@@ -66,7 +66,7 @@ def decide(
         made = _contraction(node, graph, kinds, settings, rule, make, by, given)
         # Also a rule whose recipe does not apply has matched something.
         return made if given is None else dataclasses.replace(made, recipe_by=str(given))
-    if rule is Rule.WIDEST and around.is_feeding and outcome is None:
+    if rule is Rule.WIDEST and around.path.fed and outcome is None:
         rule = Rule.FLOAT32
     if rule is Rule.COMPUTE:
         return make(rule, compute, Kind.LOW, barrier=barrier)

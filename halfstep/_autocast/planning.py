@@ -72,7 +72,7 @@ def plan(
     """
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
-    feeding = feeding_nodes(graph, paths.keys())
+    feeding = feeding_nodes(graph, path)
     unquantized = dataclasses.replace(settings, quantizes=False)
     linear = {graph.inputs[position] for position in tangents}
     rules = settings.saves.rules if settings.saves is not None else ()
@@ -94,7 +94,8 @@ def plan(
             level, depth = max(level, after_effects), max(depth, after_effects)
         draft.levels.append(level)
         draft.depths.append(depth)
-        around = _around(draft, index, paths.get(index, NO_STATE), is_feeding=index in feeding)
+        through = paths.get(index, NO_STATE)._replace(fed=feeding.get(index, frozenset()))
+        around = _around(draft, index, through)
         kinds = [seen_kind(draft, operand, index) for operand in node.ins]
         if (
             node.name == "name"
@@ -158,7 +159,7 @@ def _draft(
     return draft
 
 
-def _around(draft: Draft, index: int, path: StatePath, *, is_feeding: bool) -> Around:
+def _around(draft: Draft, index: int, path: StatePath) -> Around:
     """Return what the functions inside an operation are told, and how it reads its operands."""
     graph, node = draft.graph, draft.graph.nodes[index]
     weights = (
@@ -167,14 +168,14 @@ def _around(draft: Draft, index: int, path: StatePath, *, is_feeding: bool) -> A
     path = path._replace(weights=frozenset(weights))
     carries = read_carries(node, graph, draft.settings, path)
     if isinstance(node.structure, Remat):
-        return Around(carries, path, is_feeding, tuple(map(draft.known, node.ins)))
+        return Around(carries, path, tuple(map(draft.known, node.ins)))
     exact = range(len(node.ins)) if path.outs else ()
     if node.is_call:
         exact = exact_operands(node, carries, path)
     operands = [o for p in exact if not isinstance(o := node.ins[p], Constant)]
     if operands:
         draft.reads[index] = {operand: draft.kinds[operand] for operand in operands}
-    return Around(carries, path, is_feeding)
+    return Around(carries, path)
 
 
 def _is_one_value(node: Node, decision: Decision) -> bool:

@@ -129,8 +129,6 @@ class Around(NamedTuple):
     """How a loop's carries are read."""
     path: StatePath = NO_STATE
     """Where the state of a loop around the operation enters and leaves it."""
-    is_feeding: bool = False
-    """Whether state is computed with its results, before the next contraction."""
     entering: tuple[Passed, ...] = ()
     """Its operands as the caller knows them, if its operations count as written out."""
 

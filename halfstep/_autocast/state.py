@@ -22,7 +22,17 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from halfstep._autocast.primitives import CONTRACTIONS, DEAR, PASSING
-from halfstep._program import Constant, Graph, Node, Scan, While, equations, functions_in
+from halfstep._program import (
+    Constant,
+    Graph,
+    Node,
+    Operand,
+    Remat,
+    Scan,
+    While,
+    equations,
+    functions_in,
+)
 
 LONG = 128
 """The iterations from which on a recurrence through shared weights is state."""
@@ -205,6 +215,8 @@ class StatePath(NamedTuple):
     outs: frozenset[int] = frozenset()
     weights: frozenset[int] = frozenset()
     """The inputs that are made of parameters and constants alone, without a product."""
+    fed: frozenset[int] = frozenset()
+    """The results that state behind a `jax.checkpoint` is computed with."""
 
 
 NO_STATE = StatePath()
@@ -298,23 +310,56 @@ def state_nodes(graph: Graph, path: StatePath) -> dict[int, StatePath]:
     return found
 
 
-def feeding_nodes(graph: Graph, state: Collection[int]) -> set[int]:
+def feeding_nodes(graph: Graph, path: StatePath) -> dict[int, frozenset[int]]:
     """Return the arithmetic that makes what state is computed with, up to the next contraction.
 
     It runs in float32, too: the factor `1 + u` of a product over iterations has lost most of `u`
     once it is rounded to 16 bits, and a rounded gain is off in the same direction every time.
+
+    Args:
+        graph: The function.
+        path: Where state enters and leaves it.
+
+    Returns:
+        For each operation, the results that state is computed with.
     """
-    found: set[int] = set()
-    waiting = list(state)
+    return _feeding(graph, path)[0]
+
+
+def _feeding(graph: Graph, path: StatePath) -> tuple[dict[int, frozenset[int]], set[int]]:
+    """Return what `feeding_nodes` does, and the inputs that state is computed with."""
+    state = state_nodes(graph, path)
+    found: dict[int, frozenset[int]] = {}
+    waiting = [graph.outputs[place] for place in path.fed]
+    for index, own in state.items():
+        waiting += _feeding_operands(graph.nodes[index], own)
+    seen: set[int] = set()
     while waiting:
-        for operand in graph.nodes[waiting.pop()].ins:
-            maker = graph.maker(operand)
-            if maker is None or maker in found or maker in state:
-                continue
-            if graph.nodes[maker].structure is None and not contracts(graph.nodes[maker]):
-                found.add(maker)
-                waiting.append(maker)
-    return found
+        number = waiting.pop()
+        if isinstance(number, Constant) or number in seen:
+            continue
+        seen.add(number)
+        maker = graph.maker(number)
+        if maker is None:
+            continue
+        node, own = graph.nodes[maker], state.get(maker, NO_STATE)
+        place = node.outs.index(number)
+        is_remat = isinstance(node.structure, Remat)
+        if place in own.outs or (maker in state and not is_remat):
+            continue
+        if is_remat or (node.structure is None and not contracts(node)):
+            fed = found[maker] = found.get(maker, frozenset()) | {place}
+            waiting += _feeding_operands(node, own._replace(fed=fed))
+    return found, {place for place, number in enumerate(graph.inputs) if number in seen}
+
+
+def _feeding_operands(node: Node, path: StatePath) -> list[Operand]:
+    """Return the operands that state is computed with; a `jax.checkpoint` as if written out."""
+    if not isinstance(node.structure, Remat):
+        return list(node.ins)
+    (inner,), (graph,) = paths_inside(node, (), path), node.graphs
+    _, places = _feeding(graph, inner[0])
+    return [node.ins[place] for place in places]
 
 
 def paths_inside(
@@ -342,7 +387,8 @@ def paths_inside(
             for place, operand in enumerate(operands)
             if operand in path.weights and place not in call.carried
         }
-        made.append((StatePath(frozenset(ins), outs, frozenset(weights)), operands))
+        fed = path.fed if isinstance(node.structure, Remat) else frozenset[int]()
+        made.append((StatePath(frozenset(ins), outs, frozenset(weights), fed), operands))
     return made
 
 

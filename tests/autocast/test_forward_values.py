@@ -114,7 +114,8 @@ def test_a_tpu_subtracts_in_the_same_dtypes():
     """On a TPU, `x - max(x)` is in 16 bits where a contraction comes later, however stored."""
     given, found = start(), set[int]()
     func = functools.partial(loss, post=True, scan=False)
-    for options in ({}, {"islands": False}):
+    every: tuple[dict[str, Any], ...] = ({}, {"islands": False})
+    for options in every:
         for preset in ("none", *PRESETS.values()):
             low = halfstep.autocast(functools.partial(func, preset=preset), "bf16", **options)
             text = jax.jit(low).trace(*given).lower(lowering_platforms=("tpu",)).as_text()
@@ -122,3 +123,35 @@ def test_a_tpu_subtracts_in_the_same_dtypes():
             found.add(sum("bf16" in line for line in lines))
     # Two norms and a softmax in each layer; not that of the loss.
     assert found == {3 * LAYERS}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("compute", ["bf16", "f16"])
+def test_a_step_that_is_recomputed_makes_what_state_is_computed_with_as_exactly(compute: str):
+    """A buffer of all steps is state, and a step's arithmetic makes what is written into it."""
+
+    def loss(wrap: Any, params: Any, x: Any) -> Any:
+        def step(h: Any, u: Any) -> Any:
+            drive = u @ params["w"] + 1.0
+            return 0.9 * h + 0.1 * jnp.tanh(h @ params["v"] + drive)
+
+        def body(i: Any, carry: Any) -> Any:
+            h = wrap(step)(carry[0], x[i])
+            return h, carry[1].at[i].set(h)
+
+        h, rows = jax.lax.fori_loop(0, 12, body, (jnp.zeros_like(x[0]), jnp.zeros_like(x)))
+        return jnp.mean((h @ params["v"]) ** 2), rows
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {name: jax.random.normal(key, (8, 8)) for name, key in zip("vw", keys, strict=False)}
+    x = jnp.abs(jax.random.normal(keys[2], (12, 3, 8)))
+    plain, *others = (
+        halfstep.autocast(functools.partial(loss, wrap), compute)(params, x)
+        for wrap in (
+            lambda step: step,
+            jax.checkpoint,
+            functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+        )
+    )
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, plain, other)
