@@ -49,7 +49,7 @@ class Origins(NamedTuple):
     """Inputs with a path through contractions that all read shared weights or activations."""
     own: int = 0
     """Inputs with a path through a contraction that reads weights of its own in each iteration."""
-    iterations: float = 1
+    iterations: float = 1.0
     """The most iterations of inner loops that a path to the value passes."""
 
     def __or__(self, other: "Origins") -> "Origins":
