@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import halfstep
 from halfstep import Policy, PrecisionRule
@@ -50,6 +50,8 @@ policies = st.fixed_dictionaries(
 )
 
 
+# The first draw imports what the others have, which takes a busy machine a second.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(policies)
 def test_text_round_trips(fields: dict):
     policy = Policy(**fields)
