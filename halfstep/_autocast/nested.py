@@ -203,9 +203,11 @@ def _read_low(inner: Plan, node: Node) -> set[int]:
         if not isinstance(operand, Constant) and inner.kinds[number] is Kind.WIDE
     }
     for operand, number in zip(node.ins, graph.inputs, strict=True):
+        if isinstance(operand, Constant):
+            continue
         readers = (inner.seen(number, user) for user in graph.users[number])
         if number in graph.returned or any(kind is not Kind.LOW for kind in readers):
-            wide -= {operand}
+            wide.discard(operand)
     return wide
 
 

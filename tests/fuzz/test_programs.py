@@ -20,3 +20,10 @@ def test_programs(first: int) -> None:
         assert not made.failed, f"seed {made.seed}, {made.setting}: {made.text}\n\n{made.program}"
     # One that always gave up would pass, too.
     assert sum(made.text.startswith("same") for made in outcomes) > EACH // 2, outcomes
+
+
+@pytest.mark.parametrize("seed", [1000238, 1000412, 1000419, 1000257])
+def test_programs_that_were_wrong(seed: int) -> None:
+    """An island's dead operations, and a constant that a `jax.checkpoint` takes."""
+    made = outcome(seed, ("function",))
+    assert not made.failed, made.text

@@ -249,9 +249,11 @@ class Recomputed:
         tangents = [jaxpr.invars[place] for place in self.read if place >= residuals]
         self.types = [tangent.aval for tangent in tangents]
         self.program.inputs = (*self.residuals, *tangents)
-        moving = _reached(jaxpr.eqns, tangents)
-        linear = [eqn for eqn in jaxpr.eqns if not moving.isdisjoint(eqn.outvars)]
-        known = [eqn for eqn in jaxpr.eqns if moving.isdisjoint(eqn.outvars)]
+        # Not all of the function's: what nobody reads may read residuals that are not kept.
+        equations = self.program.equations
+        moving = _reached(equations, tangents)
+        linear = [eqn for eqn in equations if not moving.isdisjoint(eqn.outvars)]
+        known = [eqn for eqn in equations if moving.isdisjoint(eqn.outvars)]
         made = {var for eqn in known for var in eqn.outvars}
         # A result that does not depend on the tangents is zero.
         self.is_zero = [variables_of([out]).isdisjoint(moving) for out in jaxpr.outvars]
