@@ -72,7 +72,7 @@ def plan(
     """
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
-    feeding = feeding_nodes(graph, path)
+    feeding = feeding_nodes(graph, path, paths)
     unquantized = dataclasses.replace(settings, quantizes=False)
     linear = {graph.inputs[position] for position in tangents}
     rules = settings.saves.rules if settings.saves is not None else ()

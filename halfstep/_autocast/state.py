@@ -16,7 +16,7 @@ state.
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -310,7 +310,9 @@ def state_nodes(graph: Graph, path: StatePath) -> dict[int, StatePath]:
     return found
 
 
-def feeding_nodes(graph: Graph, path: StatePath) -> dict[int, frozenset[int]]:
+def feeding_nodes(
+    graph: Graph, path: StatePath, state: Mapping[int, StatePath]
+) -> dict[int, frozenset[int]]:
     """Return the arithmetic that makes what state is computed with, up to the next contraction.
 
     It runs in float32, too: the factor `1 + u` of a product over iterations has lost most of `u`
@@ -319,16 +321,18 @@ def feeding_nodes(graph: Graph, path: StatePath) -> dict[int, frozenset[int]]:
     Args:
         graph: The function.
         path: Where state enters and leaves it.
+        state: The operations that lie on the paths of state through it.
 
     Returns:
         For each operation, the results that state is computed with.
     """
-    return _feeding(graph, path)[0]
+    return _feeding(graph, path, state)[0]
 
 
-def _feeding(graph: Graph, path: StatePath) -> tuple[dict[int, frozenset[int]], set[int]]:
+def _feeding(
+    graph: Graph, path: StatePath, state: Mapping[int, StatePath]
+) -> tuple[dict[int, frozenset[int]], set[int]]:
     """Return what `feeding_nodes` does, and the inputs that state is computed with."""
-    state = state_nodes(graph, path)
     found: dict[int, frozenset[int]] = {}
     waiting = [graph.outputs[place] for place in path.fed]
     for index, own in state.items():
@@ -357,8 +361,8 @@ def _feeding_operands(node: Node, path: StatePath) -> list[Operand]:
     """Return the operands that state is computed with; a `jax.checkpoint` as if written out."""
     if not isinstance(node.structure, Remat):
         return list(node.ins)
-    (inner,), (graph,) = paths_inside(node, (), path), node.graphs
-    _, places = _feeding(graph, inner[0])
+    ((inner, _),), (graph,) = paths_inside(node, (), path), node.graphs
+    _, places = _feeding(graph, inner, state_nodes(graph, inner))
     return [node.ins[place] for place in places]
 
 

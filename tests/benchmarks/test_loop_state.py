@@ -57,3 +57,11 @@ def test_the_table():
     assert "| state    | 1.0e-03  | 1.0e-04 |         | measured" in said
     assert "FAILED: ValueError: no" in said
     assert "0 of 2 cases with a loop are exact, and 1 without one are measured." in said
+
+
+def test_the_page_counts_loops_and_lists_what_is_not_a_loop():
+    without = {**case("measured"), "row": "fold", "spelling": "no loop"}
+    said = loop_state.page({"cases": [case("exact"), case("WRONG: state", error=1e-2), without]})
+    assert "| a Python loop over 64 terms | 1.0e-03 (1.0e-04) " in said
+    assert "Of 1 loops" in said
+    assert "1 of 2 are exact" in said

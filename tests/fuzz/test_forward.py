@@ -6,18 +6,16 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from tests._rows import slow_unless
 from tests.fuzz._forward import differences, in_parts, results
 from tests.fuzz._oracle import Skipped, as_users_have_it, make_case
 
 EACH = 5
 
 
-ROWS = [
-    pytest.param(first, marks=[pytest.mark.slow] * (first >= EACH)) for first in range(0, 560, EACH)
-]
-
-
-@pytest.mark.parametrize("first", ROWS)
+@pytest.mark.parametrize(
+    "first", slow_unless([(first,) for first in range(0, 560, EACH)], lambda first: first < EACH)
+)
 def test_forward_values_do_not_depend_on_what_is_stored(first: int):
     compared = 0
     for seed in range(first, first + EACH):
