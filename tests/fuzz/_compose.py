@@ -196,7 +196,7 @@ def _stage(stage: Stage, number: int, length: int) -> list[str]:
         if name in VMAPS:
             axis = 1 if "all" in name else 0
             init = f"jax.vmap(init{number}, out_axes={axis})(u[0])"
-            back = f"jax.tree.map(lambda a: jnp.moveaxis(a, {axis}, a.ndim - 2), h)"
+            back = f"jax.tree.map(lambda a: jnp.moveaxis(a, {axis}, {body.batch}), h)"
     lines += [f"def stage{number}(q, u, rows):"]
     if stage.drive == "outside":
         lines += ['    u = C.mm(u, q["w"])']

@@ -33,6 +33,7 @@ class Body:
         reading: What its carry is.
         longest: The largest number of iterations for which the program is well conditioned.
         has_scalars: Whether the carry has numbers without axes.
+        batch: The axis of its carry along which the batch lies.
     """
 
     lines: str
@@ -42,6 +43,7 @@ class Body:
     reading: Reading = Reading.STATE
     longest: int = 600
     has_scalars: bool = False
+    batch: int = 0
 
 
 def _sum(text: str) -> Body:
@@ -187,6 +189,7 @@ _OTHERS = {
         's = t["k"] % 4\nh = h.at[s].set({d} * h[s] + (1 - {d}) * u)\ny = h[s]',
         "jnp.zeros((4, *u.shape), u.dtype)",
         "h.sum(0)",
+        batch=1,
     ),
     "sum, averaged inside a loop": Body(
         "h = lax.fori_loop(0, 3, lambda i, h: h + u * (1.0 / 3.0), h)\n"

@@ -219,8 +219,9 @@ def references(made: Composition) -> tuple[Any, Any]:
         run = derived(made, functools.partial(program, ByHand(half)), as_is)
         exact, rounded = in_numpy(run, values_of(made), exactly, nearest_half)
         return exact, rounded
-    # A function with a `custom_vjp` cannot close over a traced flag: it is compiled twice.
-    run = jax.jit(either, static_argnums=0 if "with_vjp" in made.source() else ())
+    # A function with a rule of its own cannot close over a traced flag: it is compiled twice.
+    has_rule = any(name in made.source() for name in ("with_jvp", "with_vjp"))
+    run = jax.jit(either, static_argnums=0 if has_rule else ())
     with jax.enable_x64(True):
         values = jax.tree.map(
             lambda leaf: leaf.astype(np.float64) if leaf.dtype == np.float32 else leaf,

@@ -1,10 +1,8 @@
 """Composed programs: state in loops, under every transformation, is as exact as cast by hand."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
+from tests._rows import slow_unless
 from tests.fuzz._compose import composition
 from tests.fuzz._compose_run import (
     UPSTREAM,
@@ -18,25 +16,11 @@ from tests.fuzz._oracle import as_users_have_it
 EACH = 20
 COUNT = 300
 """In the night, `python -m benchmarks.fuzz_programs --composed` runs others."""
-firsts = range(0, COUNT, EACH)
-# Known faults: these programs fail until they are mended.
-WRONG = {
-    60: "seed 76: a derivative over reverse is 1.26 times its bound from casts by hand",
-}
+# All but every hundredth program are for the night.
+firsts = slow_unless(range(0, COUNT, EACH), lambda first: first % 100 == 0)
 
 
-def marked(known: Mapping[int, str]) -> pytest.MarkDecorator:
-    """Mark what is known to fail, and all but every hundredth program for the night."""
-    rows: list[Any] = []
-    for first in firsts:
-        marks = [] if first % 100 == 0 else [pytest.mark.slow]
-        if first in known:
-            marks.append(pytest.mark.xfail(strict=True, reason=known[first]))
-        rows.append(pytest.param(first, marks=marks))
-    return pytest.mark.parametrize("first", rows)
-
-
-@marked(WRONG)
+@pytest.mark.parametrize("first", firsts)
 def test_compositions(first: int) -> None:
     outcomes = [
         composed_outcome(seed, shrink=30, storing=False) for seed in range(first, first + EACH)
@@ -50,7 +34,7 @@ def test_compositions(first: int) -> None:
     assert sum(made.redrawn for made in outcomes) <= EACH / 20, outcomes
 
 
-@marked({})
+@pytest.mark.parametrize("first", firsts)
 def test_what_is_stored_changes_no_value(first: int) -> None:
     asked = [
         made
