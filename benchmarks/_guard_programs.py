@@ -16,8 +16,8 @@ from benchmarks._models import BASE, DESKTOP, GPT, GPT_REMAT, Model, gpt, vit
 from benchmarks._steps import VARIANTS, Variant, with_halfstep
 from tests.models import bert as _bert, convolutions, vit as _vit
 
-Group = Literal["same", "rounded"]
-"""Programs that keep every byte, and those that may be rounded elsewhere."""
+Group = Literal["same", "rounded", "stored"]
+"""Programs that keep every byte; that may be rounded elsewhere; those of `benchmarks.stored`."""
 TARGETS = ("h100", "v5e")
 STEPS: Mapping[str, Variant] = MappingProxyType(
     {
@@ -39,6 +39,12 @@ class Program:
     group: Group
     step: str = "bf16"
     targets: tuple[str, ...] = TARGETS
+    steps: Mapping[str, Variant] = STEPS
+
+    @property
+    def variant(self) -> Variant:
+        """The step that is compiled."""
+        return self.steps[self.step]
 
 
 def images(size: int) -> Callable[[int], tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:

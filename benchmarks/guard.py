@@ -15,6 +15,7 @@ to equal bytes. Needs `halfstep[cuda-preflight,tpu-preflight]`. Nothing is run.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ import jax
 from tqdm import tqdm
 
 import halfstep
-from benchmarks._guard_programs import PROGRAMS, STEPS, Program
+from benchmarks._guard_programs import PROGRAMS, Program
 from benchmarks._report import add_sources, parser, report, table
 from benchmarks._resume import add_choice, earlier_report
 from benchmarks._steps import DONATED, arguments
@@ -44,7 +45,7 @@ RISE = 5
 """Thousandths by which figures of the group `rounded` may rise."""
 # Neither a newer Python nor a new version of halfstep should change bytes.
 COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "libtpu")
-PLATFORMS = {"h100": "cuda", "v5e": "tpu"}
+PLATFORMS = {"h100": "cuda", "v5e": "tpu", "v5p": "tpu", "v6e": "tpu"}
 PLACE = ("model", "batch", "target", "step")
 COLUMNS = {name: name for name in ("group", *PLACE)}
 
@@ -67,19 +68,19 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in PLACE)
 
 
-def jobs(only: Sequence[str] | None = None) -> list[Job]:
-    """All that is compiled, or the jobs of the models that are named."""
-    return [
-        Job(program, target)
-        for program in PROGRAMS
-        for target in program.targets
-        if only is None or program.model.name in only
-    ]
+def jobs(programs: Sequence[Program] = PROGRAMS) -> list[Job]:
+    """A job for each target of each program."""
+    return [Job(program, target) for program in programs for target in program.targets]
+
+
+def chosen(every: Sequence[Job], only: Sequence[str] | None) -> list[Job]:
+    """The jobs of the models that are named."""
+    return [job for job in every if only is None or job.program.model.name in only]
 
 
 def digest(job: Job) -> str:
     """The digest of a job's program, without source lines."""
-    model, step = job.program.model, STEPS[job.program.step]
+    model, step = job.program.model, job.program.variant
     function = jax.jit(step.of(model.loss), donate_argnums=DONATED)
     traced = function.trace(*arguments(step, model, job.program.batch))
     lowered = traced.lower(lowering_platforms=(PLATFORMS[job.target],))
@@ -88,7 +89,7 @@ def digest(job: Job) -> str:
 
 def compiled(job: Job) -> dict[str, Any]:
     """The row of a job."""
-    model, batch, step = job.program.model, job.program.batch, STEPS[job.program.step]
+    model, batch, step = job.program.model, job.program.batch, job.program.variant
     row: dict[str, Any] = {
         "group": job.program.group,
         **dict(zip(PLACE, job.key, strict=True)),
@@ -114,16 +115,28 @@ def compiled(job: Job) -> dict[str, Any]:
         "temp_bytes": entry.temp_bytes,
         "traffic_bytes": entry.traffic_bytes,
         "accessed_bytes": None if accessed is None else int(accessed),
+        "flops": sum(one.flops for one in entry.contractions or ()),
     }
 
 
 def measure(
+    every: Sequence[Job],
     only: Sequence[str] | None,
     earlier: Mapping[str, Any] | None,
-    save: Callable[[dict[str, Any]], None],
+    results: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]],
+    save: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """All rows, with what is needed to make them again; those of an earlier report are kept."""
-    programs = {job.key: digest(job) for job in jobs(only)} if earlier else {}
+    """Compile steps.
+
+    Args:
+        every: All steps.
+        only: The models of which steps are compiled; all for `None`.
+        earlier: A report whose rows are kept, where their programs have not changed.
+        results: Makes the report of rows.
+        save: Is given the report after each step.
+    """
+    asked = chosen(every, only)
+    programs = {job.key: digest(job) for job in asked} if earlier else {}
     kept = {
         key(row): row
         for row in (earlier or {}).get("rows", ())
@@ -133,13 +146,13 @@ def measure(
     if earlier is not None and (other := other_compilers(earlier, results([]))):
         raise SystemExit(f"--resume keeps rows of the same compilers only; differs: {other}.")
     # Compiles for a TPU take longer, and come last.
-    todo = sorted((job for job in jobs(only) if job.key not in kept), key=lambda job: job.target)
+    todo = sorted((job for job in asked if job.key not in kept), key=lambda job: job.target)
     bar = tqdm(todo, desc="compile", unit="step")
     for job in bar:
         bar.set_postfix_str(", ".join(map(str, job.key)))
         kept[job.key] = compiled(job)
-        save(results([kept[job.key] for job in jobs() if job.key in kept]))
-    return results([kept[job.key] for job in jobs() if job.key in kept])
+        save(results([kept[job.key] for job in every if job.key in kept]))
+    return results([kept[job.key] for job in every if job.key in kept])
 
 
 def results(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -224,6 +237,14 @@ def show(made: Mapping[str, Any]) -> str:
     return table(rows, {**columns, **{what: f"{what} {unit}" for what, (unit, _) in units.items()}})
 
 
+def save(file: str | None, made: Mapping[str, Any]) -> None:
+    """Write a report to a file, if one is named."""
+    if file not in (None, "-"):
+        path = pathlib.Path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_json(made) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print, write, compare."""
     options = parser(MODULE, __doc__ or "")
@@ -231,20 +252,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_choice(options, sorted({program.model.name for program in PROGRAMS}))
     options.add_argument("--compare", metavar="OLD", help="print what differs from this report")
     parsed = options.parse_args(argv)
-
-    def save(made: Mapping[str, Any]) -> None:
-        if parsed.json not in (None, "-"):
-            path = pathlib.Path(parsed.json)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_json(made) + "\n")
-
+    write = functools.partial(save, parsed.json)
     # OLD is read first, because FILE may be the same file.
     old = None if parsed.compare is None else json.loads(pathlib.Path(parsed.compare).read_text())
     if parsed.source:
         made = json.loads(pathlib.Path(parsed.source).read_text())
     else:
-        made = measure(parsed.only, earlier_report(options, parsed), save)
-        save(made)
+        made = measure(jobs(), parsed.only, earlier_report(options, parsed), results, write)
+        write(made)
     print(to_json(made) if parsed.json == "-" else show(made))
     if old is None:
         return 0
