@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from halfstep._autocast.default_stores import has_products, without_default_stores
 from halfstep._autocast.kinds import Kind, carried, join
 from halfstep._autocast.plans import (
     FLOAT32,
@@ -98,6 +99,9 @@ def _plan_scan(
     loop = node.structured(Scan)
     (inner,), (path,) = node.graphs, around.paths(node)
     settings = dataclasses.replace(settings, is_recomputed=False)
+    if not has_products(node):
+        # Nothing in it is worth storing but what islands read.
+        settings = without_default_stores(settings)
     first, carries = loop.consts, loop.carries
     # A carry has one dtype in all iterations. This dtype depends on what the body makes of the
     # carry, which depends on the dtype that the carry comes in with. So the body is planned until
@@ -115,6 +119,10 @@ def _plan_scan(
             for before, after in zip(current[first : first + carries], outs, strict=False)
         ]
         if stable == current[first : first + carries]:
+            if made.settings.has_segments and settings.compute != np.dtype(np.float16):
+                wide = (n for n, kind in enumerate(stable, first) if kind is Kind.WIDE)
+                stacked = frozenset(inner.inputs[number] for number in wide)
+                made = dataclasses.replace(made, stacked=stacked)
             return inner_decision([*stable, *outs[carries:]], (made, tuple(current)))
         current[first : first + carries] = stable
 
@@ -165,6 +173,7 @@ def _plan_remat(
     # Nothing is stored inside a function that the user recomputes, so islands would save nothing
     # and be recomputed twice. A few are worth it for another reason: see `islands.is_worth_twice`.
     remat = node.structured(Remat)
+    settings = without_default_stores(settings)
     is_recomputed = settings.islands and remat.policy is None and settings.saves is None
     settings = dataclasses.replace(without_islands(settings), is_recomputed=is_recomputed)
     # With `jax_remat3` JAX asks no policy about what is inside a function with a derivative of its

@@ -9,6 +9,7 @@ import numpy as np
 from jax.ref import AbstractRef
 
 from halfstep._autocast.decide import decide, operation_of, read_carries
+from halfstep._autocast.default_stores import cheap_products, with_default_stores
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.matching import RuleMatches, lines_of
 from halfstep._autocast.plans import (
@@ -22,7 +23,7 @@ from halfstep._autocast.plans import (
     largest,
     seen_kind,
 )
-from halfstep._autocast.primitives import COLLECTIVES, PASSING
+from halfstep._autocast.primitives import COLLECTIVES, PASSING, Rule
 from halfstep._autocast.state import (
     NO_STATE,
     StatePath,
@@ -70,6 +71,8 @@ def plan(
             inputs are weights. State is never rounded.
         entering: The inputs as the caller knows them, if the operations count as the caller's.
     """
+    settings = with_default_stores(settings, graph)
+    cheap = cheap_products(graph, settings)
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
     feeding = feeding_nodes(graph, path, paths)
@@ -113,7 +116,8 @@ def plan(
             linear.update(node.outs)
         elif settings.saves is not None and _is_one_value(node, decision):
             own = targets.get(index, ())
-            decision = _with_store(decision, node, graph, kinds, settings, finder, own)
+            again = index in cheap
+            decision = _with_store(decision, node, graph, kinds, settings, finder, own, again)
         decisions.append(decision)
         if node.effects:
             after_effects = max(level, depth) + decision.barrier
@@ -202,6 +206,7 @@ def _with_store(
     settings: Settings,
     finder: Finder | None,
     numbered: Collection[StoreRule],
+    again: bool,
 ) -> Decision:
     """Return a decision that says how the results are kept for the backward pass."""
     saves = settings.saves
@@ -215,7 +220,10 @@ def _with_store(
         aval = graph.aval(operand)
         dtype = held_dtype(aval, kind, settings.compute)
         avals.append(aval if dtype is None else aval.update(dtype=dtype))
-    store, by = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier), ""
+    is_plain = decision.rule is Rule.COMPUTE and decision.site is None
+    is_cheap = again and is_plain and not any(kind.is_weight for kind in kinds)
+    dear = decision.barrier and not is_cheap
+    store, by = saves.by_policy(node.primitive, avals, node.params, dear=dear), ""
     if saves.rules:
         lines = () if finder is None else lines_of(node, finder)
         dear = decision.barrier or store is not None

@@ -216,6 +216,9 @@ class Plan:
     """The kinds in which operations read values, where it is not for their depth to say."""
     results: tuple[Passed, ...] = ()
     """The function's results as its plan knows them."""
+    stacked: frozenset[int] = frozenset()
+    """Inputs in float32 that each iteration of a loop gets from the one before it. They are stored
+    in the compute dtype."""
 
     @property
     def has_barrier(self) -> bool:

@@ -27,7 +27,7 @@ from halfstep._autocast.recomputed.repeats import Repeat, Unit, with_repeats
 from halfstep._autocast.recomputed.replay import differentiated_once
 from halfstep._autocast.recomputed.segments import Segment, segments
 from halfstep._autocast.recomputed.signatures import Signatures, shared_scopes
-from halfstep._autocast.saved.stores import only_stores, stored
+from halfstep._autocast.saved.stores import HALF, Store, only_stores, stored
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import (
     Constant,
@@ -44,6 +44,7 @@ _RUNNERS = MappingProxyType({**nested.RUNNERS, **custom_rules.RUNNERS})
 # Arithmetic on two operands; one of them may have dimensions of size 1.
 _SPREADS = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
 
+_STACKED = Store(HALF).named("scan")
 _ARITHMETIC = frozenset({"add", "div", "mul", "sub"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
@@ -458,6 +459,8 @@ def _run_segment(env: Environment, segment: Segment) -> None:
         inner = Environment(env.plan, env.place, slots=env.slots)
         for (number, _), value in zip(segment.reads, values, strict=True):
             # Otherwise the input would be kept as it is, in addition to its code.
+            if number in env.plan.stacked:
+                value = stored(value, _STACKED, compute=env.plan.settings.compute)
             inner.write(number, inner.keep(value, env.plan.maker(number)))
         for index in segment.nodes:
             inner.step(index)

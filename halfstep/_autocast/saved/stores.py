@@ -46,6 +46,8 @@ _ON_DEVICE = f"{_PREFIX}stored"
 _OFFLOADED = f"{_PREFIX}offloaded/"
 _TO_HOST = f"{_OFFLOADED}device/pinned_host"
 _ENCODED = "encoded"
+HALF = "16 bits"
+"""The code of a float32 value that is stored in the compute dtype."""
 RematPolicy = Callable[..., Any]
 """A policy of `jax.checkpoint`: says whether the results of a primitive are saved."""
 
@@ -55,7 +57,7 @@ class Store:
     """How one value is kept."""
 
     code: str | None = None
-    """`"e4m3"`, `"e5m2"` or `"int4"`; `None` keeps the value as it is."""
+    """`"e4m3"`, `"e5m2"`, `"int4"`, or `HALF`; `None` keeps the value as it is."""
     name: str = _ON_DEVICE
     """The name that a `jax.checkpoint` policy sees. `explain` reads more from it: see `named`."""
     barred: bool = False
@@ -229,6 +231,8 @@ def _is_encoded(value: Any, code: str, compute: np.dtype) -> bool:
     # Integers have no code.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return False
+    if code == HALF:
+        return value.dtype == np.dtype(np.float32)
     made = jax.eval_shape(lambda x: _encoded(x, code, compute), value)
     return isinstance(made, Kept | Packed)
 
@@ -238,6 +242,8 @@ def _encoded(value: jax.Array, code: str, compute: np.dtype) -> jax.Array | Kept
     # of the value that every other reader sees.
     is_wide = value.dtype == np.dtype(np.float32)
     value = cast(value, compute) if is_wide else settled(value)
+    if code == HALF:
+        return value
     made = keep(value, Factor(element="e5m2" if code == "e5m2" else "e4m3", per="row"))
     # Rows that do not consist of whole blocks are kept in 8 bits.
     row = value.shape[-1] if value.ndim else 0
@@ -247,7 +253,7 @@ def _encoded(value: jax.Array, code: str, compute: np.dtype) -> jax.Array | Kept
 
 
 def _decoded(made: jax.Array | Kept | Packed, dtype: np.dtype) -> jax.Array:
-    return unpack(made, dtype) if isinstance(made, Packed) else restore(made, dtype)
+    return unpack(made, dtype) if isinstance(made, Packed) else restore(made, dtype).astype(dtype)
 
 
 # `_once` marks a value that is encoded in the derivative, and is not differentiated itself. It is a
@@ -337,7 +343,9 @@ def _made(
     value: jax.Array, store: Store, compute: np.dtype, see: Callable[[Any], Any] = lambda code: code
 ) -> tuple[jax.Array, Any]:
     """Return a value and its code, under the name that a policy saves."""
-    made = _encoded(_once.bind(value), store.code or "", compute)
+    # A value that is only rounded has derivatives of any order, as every cast has.
+    source = value if store.code == HALF else _once.bind(value)
+    made = _encoded(source, store.code or "", compute)
     if store.barred:
         value, made = jax.lax.optimization_barrier((value, made))
     return value, checkpoint_name(jax.tree.map(see, made), f"{store.name}#{_ENCODED}")

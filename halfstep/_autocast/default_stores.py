@@ -1,0 +1,90 @@
+"""Decide what is stored of layers in a loop, where no rule says it.
+
+A function that scans over layers is run in segments (see `recomputed.segments`): the result of each
+contraction is stored, and what lies between two of them is made again. In the body of a loop this
+moves fewest bytes, because XLA copies each stored value into a stack and out of it again. Written
+out, the same layers move fewer bytes in islands.
+
+One kind of product is made again as well: the scores of attention and their like, which are large
+and made of small factors. To store and read one of their numbers takes an accelerator longer than
+to multiply again.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from halfstep._autocast.plans import Settings
+from halfstep._autocast.saved.stores import Saves
+from halfstep._autocast.state import contracts
+from halfstep._program import Graph, Node, Scan, While, size
+
+_DEFAULT = Saves(is_own=True)
+# The result has so many times the numbers of the factors: else it is as large as what it is made
+# of, which is stored anyway.
+_GROWTH = 2
+# An H100 multiplies 295 times for each byte that it reads or writes. Other accelerators multiply
+# for longer: 240 times on a TPU v5e, 206 on a v6e.
+_RIDGE = 295
+# Products that are made again are at most so much of a body's. The backward pass has two products
+# for each one of the forward pass, so this is 8 % of all.
+_SHARE = 0.24
+
+
+def with_default_stores(settings: Settings, graph: Graph) -> Settings:
+    """Return settings that say what is stored of a function that has layers in a loop."""
+    says_nothing = settings.saves is None and settings.residuals is None
+    may_choose = settings.islands and settings.rounds and says_nothing
+    if not (may_choose and _has_layers(graph)):
+        return settings
+    return dataclasses.replace(settings, saves=_DEFAULT)
+
+
+def without_default_stores(settings: Settings) -> Settings:
+    """Return the same settings without what `with_default_stores` has added."""
+    return dataclasses.replace(settings, saves=None) if settings.saves is _DEFAULT else settings
+
+
+def _has_layers(graph: Graph) -> bool:
+    return any(
+        has_products(node) or any(map(_has_layers, node.graphs))
+        for node in graph.nodes
+        if node.graphs
+    )
+
+
+def has_products(node: Node) -> bool:
+    """Return whether an operation is a `scan` whose body multiplies, such as one over layers.
+
+    Not one that holds a loop over a state, as a layer of a Mamba does. That loop stores what it
+    reads in any case, so the products that this is made of would be stored in addition.
+    """
+    if not isinstance(node.structure, Scan):
+        return False
+    body = node.graphs[-1].nodes
+    loops = [inner for inner in body if isinstance(inner.structure, Scan | While)]
+    return any(map(contracts, body)) and all(map(has_products, loops))
+
+
+def cheap_products(graph: Graph, settings: Settings) -> frozenset[int]:
+    """Return the products whose results are made again, if their factors are activations."""
+    saves = settings.saves
+    if saves is None or not saves.is_own or saves.code is not None:
+        return frozenset()
+    products = [index for index, node in enumerate(graph.nodes) if node.name == "dot_general"]
+    cheap = [i for i in products if _is_cheap(graph.nodes[i], graph, settings.compute)]
+    again, every = (sum(_flops(graph.nodes[i], graph) for i in some) for some in (cheap, products))
+    return frozenset(cheap) if again <= _SHARE * every else frozenset()
+
+
+def _is_cheap(node: Node, graph: Graph, dtype: np.dtype) -> bool:
+    factors = sum(size(graph.aval(operand)) for operand in node.ins)
+    result = size(graph.avals[node.outs[0]])
+    return result >= _GROWTH * factors and _flops(node, graph) <= _RIDGE * result * dtype.itemsize
+
+
+def _flops(node: Node, graph: Graph) -> int:
+    (contracted, _), _ = node.params["dimension_numbers"]
+    depth = math.prod(graph.aval(node.ins[0]).shape[axis] for axis in contracted)
+    return 2 * depth * size(graph.avals[node.outs[0]])

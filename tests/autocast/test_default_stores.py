@@ -1,0 +1,95 @@
+"""What is stored of layers in a loop, where no rule says it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import halfstep
+from tests._jaxprs import equations
+
+TOKENS, WIDTH, LAYERS, HEADS = 64, 64, 3, 8
+
+
+def layer(x: Any, weights: Any) -> tuple[Any, None]:
+    qkv = (x @ weights["qkv"]).reshape(x.shape[0], 3, HEADS, -1)
+    query, key, value = jnp.moveaxis(qkv, 1, 0)
+    scores = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", query, key))
+    mixed = jnp.einsum("hqk,khd->qhd", scores, value).reshape(x.shape)
+    return x + jax.nn.gelu(mixed @ weights["up"]) @ weights["down"], None
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+def shapes(tokens: int = TOKENS) -> tuple[Any, Any]:
+    sizes = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    params = {
+        name: jax.ShapeDtypeStruct((LAYERS, *size), jnp.float32) for name, size in sizes.items()
+    }
+    return params, jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
+
+
+def handed_over(policy: str, tokens: int = TOKENS, loss: Any = loss) -> list[Any]:
+    """The types of what the forward loop hands to the backward loop, of all layers."""
+    gradient = jax.make_jaxpr(jax.grad(halfstep.autocast(loss, policy)))(*shapes(tokens))
+    first = next(one for one in equations(gradient.jaxpr) if one.primitive.name == "scan")
+    return [out.aval for out in first.outvars if out.aval.shape[:1] == (LAYERS,)]
+
+
+def stacked(*args: Any, **options: Any) -> list[tuple[int, ...]]:
+    """The shapes of the same, for one layer."""
+    return sorted(aval.shape[1:] for aval in handed_over(*args, **options))
+
+
+def test_scores_are_made_again_and_other_products_are_stored():
+    # What enters the layer, three products of weights, and what is mixed by the scores.
+    narrow, wide = (TOKENS, WIDTH), (TOKENS, 4 * WIDTH)
+    qkv, mixed = (TOKENS, 3 * WIDTH), (HEADS, WIDTH // HEADS, TOKENS)
+    assert stacked("bf16") == sorted([narrow, wide, qkv, mixed])
+
+
+def test_nothing_is_stored_in_float32():
+    # What enters a layer is float32 here, since the batch is, and so is what a norm reads.
+    def normed(x: Any, weights: Any) -> tuple[Any, None]:
+        return layer(x + jax.nn.standardize(x), weights)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(normed, x, params)[0] ** 2)
+
+    assert {aval.dtype for aval in handed_over("bf16", loss=loss)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_rule_stores_them():
+    scores = (HEADS, TOKENS, TOKENS)
+    assert scores not in stacked("bf16")
+    assert scores in stacked("bf16,store:op:dot_general=keep")
+
+
+def test_products_are_not_made_again_where_that_takes_long():
+    # With so many tokens nearly all FLOPs are those of the scores.
+    tokens = 32 * WIDTH
+    assert (HEADS, tokens, tokens) in stacked("bf16", tokens)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_products_of_weights_are_not_made_again(policy: str):
+    gradients = jax.grad(loss), jax.grad(halfstep.autocast(loss, policy))
+    plain, ours = (
+        sum(
+            one.primitive.name == "dot_general"
+            for one in equations(jax.make_jaxpr(gradient)(*shapes()).jaxpr)
+        )
+        for gradient in gradients
+    )
+    # Scores are multiplied once more in each layer, that is in the body of the loop.
+    assert ours == plain + 1
+
+
+def test_what_the_user_recomputes_stays_so():
+    def again(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    assert stacked("bf16", loss=again) == [(TOKENS, WIDTH)]
