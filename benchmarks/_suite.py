@@ -82,6 +82,7 @@ GROUPS: Mapping[str, tuple[Benchmark, ...]] = MappingProxyType(
         "scale": (Benchmark("scale", plots=True),),
         "costs": (Benchmark("costs"),),
         "guard": (Benchmark("guard", ("--only", "small GPT")),),
+        "stored": (Benchmark("stored", ("--only", "Mamba-like")),),
         "training": (
             Benchmark("training", plots=True),
             Benchmark("loss_scaling", plots=True),

@@ -50,6 +50,7 @@ from benchmarks.release import COLUMNS as RELEASE_COLUMNS, lines as release_line
 from benchmarks.remat import text as remat_text
 from benchmarks.saving import text as saving_text
 from benchmarks.startup import text as startup_text
+from benchmarks.stored import page as stored_text
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 END = "<!-- end of numbers -->"
@@ -521,6 +522,7 @@ RENDERERS: Mapping[str, Callable[[dict[str, Any]], str]] = MappingProxyType(
         "saving": saving_text,
         "scale": scale_text,
         "soak": soak_text,
+        "stored": stored_text,
         "startup": startup_text,
         "training": training,
         "wrong_arguments": wrong_arguments_text,

@@ -169,6 +169,21 @@ def show(made: Mapping[str, Any]) -> str:
     return table(compared(made["rows"]), columns)
 
 
+def page(made: Mapping[str, Any]) -> str:
+    """The table of the page on how autocast decides."""
+    rows = [
+        {
+            **row,
+            "step": f"{row['model']}, batch {row['batch']}",
+            "share": f"{row['by hand, peak']}, {row['by hand, traffic']}",
+        }
+        for row in compared(made["rows"])
+        if "by hand, peak" in row
+    ]
+    columns = {"step": "step", "target": "target", "peak": "peak MiB", "traffic": "traffic GiB"}
+    return table(rows, {**columns, "share": "both, to casts by hand", "by hand, flops": "FLOPs"})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print, write."""
     every = guard.jobs(programs())

@@ -11,8 +11,8 @@ to multiply again.
 """
 
 import dataclasses
-import math
 
+import jax
 import numpy as np
 
 from halfstep._autocast.plans import Settings
@@ -69,9 +69,6 @@ def has_products(node: Node) -> bool:
 
 def cheap_products(graph: Graph, settings: Settings) -> frozenset[int]:
     """Return the products whose results are made again, if their factors are activations."""
-    saves = settings.saves
-    if saves is None or not saves.is_own or saves.code is not None:
-        return frozenset()
     products = [index for index, node in enumerate(graph.nodes) if node.name == "dot_general"]
     cheap = [i for i in products if _is_cheap(graph.nodes[i], graph, settings.compute)]
     again, every = (sum(_flops(graph.nodes[i], graph) for i in some) for some in (cheap, products))
@@ -86,5 +83,7 @@ def _is_cheap(node: Node, graph: Graph, dtype: np.dtype) -> bool:
 
 def _flops(node: Node, graph: Graph) -> int:
     (contracted, _), _ = node.params["dimension_numbers"]
-    depth = math.prod(graph.aval(node.ins[0]).shape[axis] for axis in contracted)
+    left = graph.aval(node.ins[0])
+    shape = tuple(left.shape[axis] for axis in contracted)
+    depth = size(jax.ShapeDtypeStruct(shape, left.dtype))
     return 2 * depth * size(graph.avals[node.outs[0]])

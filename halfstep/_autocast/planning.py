@@ -72,7 +72,9 @@ def plan(
         entering: The inputs as the caller knows them, if the operations count as the caller's.
     """
     settings = with_default_stores(settings, graph)
-    cheap = cheap_products(graph, settings)
+    saves = settings.saves
+    chooses = saves is not None and saves.is_own and saves.code is None
+    cheap = cheap_products(graph, settings) if chooses else frozenset[int]()
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
     feeding = feeding_nodes(graph, path, paths)

@@ -17,7 +17,13 @@ from halfstep._autocast.f8.product import OFF, Slots
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.recomputed.islands import Island, before_calls, is_wide, schedule
+from halfstep._autocast.recomputed.islands import (
+    Island,
+    before_calls,
+    factors_of,
+    is_wide,
+    schedule,
+)
 from halfstep._autocast.recomputed.recompute import (
     Surroundings,
     difference,
@@ -408,7 +414,9 @@ def _run_island(env: Environment, island: Island) -> None:
         inputs = [env.read_as(number, dtype) for number, dtype in island.reads]
     barred = env.place is not Surroundings.LOOP and not last
     is_twice = plan.settings.is_recomputed
-    func = recomputed(inside, barred=barred, kept=plan.settings.residuals, only_gpu=is_twice)
+    kept = plan.settings.residuals
+    factors = factors_of(plan, island)
+    func = recomputed(inside, barred=barred, kept=kept, only_gpu=is_twice, factors=factors)
     key = (barred, sharing.signatures.island(island))
     with first.in_scope(env.entered, entered):
         results = sharing.functions.setdefault(key, func)(*inputs)

@@ -4,10 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import halfstep
 from tests._jaxprs import equations
+
+pytestmark = pytest.mark.core
 
 TOKENS, WIDTH, LAYERS, HEADS = 64, 64, 3, 8
 
@@ -93,3 +96,49 @@ def test_what_the_user_recomputes_stays_so():
         return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
 
     assert stacked("bf16", loss=again) == [(TOKENS, WIDTH)]
+
+
+# Layers that are written out: an island takes in the scores, and the products that read them.
+
+
+def kept(func: Any, *args: Any, policy: str = "bf16") -> set[str]:
+    """The shapes of all that is stored."""
+    rows = halfstep.explain(func, policy)(*args).residuals
+    return {str(row.type).partition("[")[2].rstrip("]") for row in rows if row.bytes}
+
+
+def written_out(params: Any, x: Any) -> Any:
+    for number in range(LAYERS):
+        x, _ = layer(x, jax.tree.map(lambda leaf, number=number: leaf[number], params))
+    return jnp.mean(x**2)
+
+
+def test_layers_that_are_written_out_store_no_scores():
+    square = f"{HEADS},{TOKENS},{TOKENS}"
+    assert square not in kept(written_out, *shapes())
+    # A rule that keeps them, and scores that the function returns.
+    assert square in kept(written_out, *shapes(), policy="bf16,store:op:dot_general=keep")
+
+    def returned(x: Any) -> Any:
+        heads = x.reshape(TOKENS, HEADS, -1)
+        scores = jnp.einsum("qhd,khd->hqk", heads, heads)
+        return scores, jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), heads)
+
+    assert square in kept(lambda x: sum(map(jnp.sum, returned(x))), shapes()[1])
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_gradients_are_those_of_what_is_stored(policy: str):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    params, x = jax.tree.map(
+        lambda leaf: jax.random.normal(next(keys), leaf.shape) / leaf.shape[-1] ** 0.5, shapes()
+    )
+    exact = jax.grad(written_out)(params, x)
+    for loss_of in (loss, written_out):
+        errors = [
+            optax.tree.norm(jax.tree.map(jnp.subtract, found, exact)) / optax.tree.norm(exact)
+            for islands in (True, False)
+            for found in [jax.grad(halfstep.autocast(loss_of, policy, islands=islands))(params, x)]
+        ]
+        # What is made again is rounded where the stored value was.
+        assert errors[0] <= errors[1] + halfstep.FORMATS[policy].eps, errors

@@ -3,8 +3,10 @@
 Softmax, norms and losses run in float32. Their residuals would be stored in float32 as well, which
 would make autocasting take more memory than casting everything. So adjacent float32 operations are
 gathered into islands, whose inputs and outputs are held in the compute dtype, and whose inside is
-recomputed in the backward pass. An island never contains a contraction, an effect, a loop or a
-call. Effects run in the order in which they are written: each counts as an operand of the next.
+recomputed in the backward pass. An island never contains an effect, a loop or a call, and of
+contractions only those that are cheaper to make again than to store, and their readers: see
+`_with_products`. Effects run in the order in which they are written: each counts as an operand of
+the next.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from halfstep._autocast.default_stores import cheap_products
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, Rule
@@ -152,7 +155,90 @@ def _groups(plan: Plan) -> list[tuple[int, ...]]:
                 if made_by is not None and made_by in wide and plan.kinds[operand] is Kind.WIDE:
                     merged.join(made_by, index)
         groups += _closed(plan, indices, wide, merged)
-    return groups
+    return groups if plan.settings.is_recomputed else _with_products(plan, groups)
+
+
+def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Let groups take in products whose results are cheaper to make again than to store.
+
+    Scores of attention are such results: large, of small factors. A group then has all that lies
+    between that product and those which read what is made of it (probabilities), and these, too:
+    only the factors are stored. A product that ends a group is not computed again, since nothing
+    reads its result there.
+    """
+    taken: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    for index in sorted(cheap_products(plan.graph, plan.settings)):
+        weighs = any(plan.seen(x, index).is_weight for x in plan.graph.nodes[index].ins)
+        is_alone = weighs or not _is_plain_product(plan, index)
+        region = None if is_alone else _region(plan, index, groups)
+        if region is not None and taken.isdisjoint(region):
+            taken |= region
+            found.append(tuple(sorted(region)))
+    return [group for group in groups if taken.isdisjoint(group)] + found
+
+
+def _is_plain_product(plan: Plan, index: int) -> bool:
+    node, decision = plan.graph.nodes[index], plan.decisions[index]
+    own = decision.site, decision.function, decision.inner, decision.store
+    return (
+        node.name == "dot_general"
+        and decision.rule is Rule.COMPUTE
+        and all(x is None for x in own)
+        and index not in plan.reads
+    )
+
+
+def _region(plan: Plan, first: int, groups: Sequence[tuple[int, ...]]) -> set[int] | None:
+    """Return what is made of a product, up to the products that read it, or `None` if not that."""
+    graph = plan.graph
+    of_group = {index: group for group in groups for index in group}
+    region, last = {first}, set[int]()
+    waiting = [first]
+    while waiting:
+        for number in graph.nodes[waiting.pop()].outs:
+            if number in graph.returned:
+                return None
+            for user in graph.users[number]:
+                if user in region or user in last:
+                    continue
+                if plan.decisions[user].barrier:
+                    if not _is_plain_product(plan, user):
+                        return None
+                    last.add(user)
+                else:
+                    grown = {user, *of_group.get(user, ())}
+                    waiting += grown - region
+                    region |= grown
+    region |= last
+    if not last:
+        return None
+    # Between the first level and the last, a path that leaves the region must not come back.
+    makers = {n: {m for m in map(plan.maker, graph.nodes[n].ins) if m is not None} for n in region}
+    outside = {m for found in makers.values() for m in found} - region
+    return None if _reaches(plan, region, outside) else region
+
+
+def _reaches(plan: Plan, region: set[int], outside: set[int]) -> bool:
+    """Return whether an operation outside a region, which it reads, depends on the region."""
+    found: set[int] = set()
+    waiting = list(outside)
+    least = min(region)
+    while waiting:
+        for maker in map(plan.maker, plan.graph.nodes[waiting.pop()].ins):
+            if maker in region:
+                return True
+            if maker is not None and maker > least and maker not in found:
+                found.add(maker)
+                waiting.append(maker)
+    return False
+
+
+def factors_of(plan: Plan, island: Island) -> set[int]:
+    """Return the positions of an island's inputs that products in it read."""
+    nodes = [plan.graph.nodes[index] for index in island.nodes]
+    read = {operand for node in nodes if node.name in CONTRACTIONS for operand in node.ins}
+    return {position for position, number in enumerate(island.inputs) if number in read}
 
 
 def is_wide(plan: Plan, index: int) -> bool:
@@ -245,6 +331,8 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
         The operations that only the island uses, and those that are copied into it.
     """
     graph, chosen = plan.graph, set(group)
+    # With products in it, an island reads values of several levels, such as a mask.
+    spans = any(plan.decisions[index].barrier for index in group)
     found: set[int] = set()
     waiting = list(group)
     while waiting:
@@ -252,7 +340,8 @@ def _begun(plan: Plan, group: tuple[int, ...]) -> tuple[set[int], set[int]]:
             index = plan.maker(operand)
             if index is None or index in chosen or index in found:
                 continue
-            if plan.levels[index] == plan.levels[group[0]] and _is_cheap(plan, index):
+            near = spans or plan.levels[index] == plan.levels[group[0]]
+            if near and _is_cheap(plan, index, masks=spans):
                 found.add(index)
                 waiting.append(index)
     # A broadcast that other operations read as well is not moved into the island but copied. It
@@ -287,10 +376,14 @@ def _may_contract(plan: Plan, index: int) -> bool:
     return decision.barrier and (name in CONTRACTIONS or decision.inner is not None)
 
 
-def _is_cheap(plan: Plan, index: int) -> bool:
-    """Return whether an operation is a broadcast in the compute dtype, which need not be stored."""
+def _is_cheap(plan: Plan, index: int, *, masks: bool) -> bool:
+    """Return whether an operation is a broadcast in the compute dtype, which need not be stored.
+
+    With `masks`, also one of integers, or of a number of the program.
+    """
     node, decision = plan.graph.nodes[index], plan.decisions[index]
-    if decision.barrier or decision.function is not None or decision.outs != (Kind.LOW,):
+    kinds = (Kind.LOW, Kind.OTHER, Kind.SOFT) if masks else (Kind.LOW,)
+    if decision.barrier or decision.function is not None or decision.outs[0] not in kinds:
         return False
     whole = size(plan.graph.avals[node.outs[0]])
     is_spread = all(size(plan.graph.aval(operand)) < whole for operand in node.ins)
@@ -320,7 +413,11 @@ def _island(
     for index in group:
         for operand in graph.nodes[index].ins:
             if not isinstance(operand, Constant) and plan.maker(operand) not in chosen:
-                dtype = held_dtype(graph.avals[operand], plan.seen(operand, index), compute)
+                kind = plan.seen(operand, index)
+                if kind is Kind.WIDE and plan.decisions[index].rule is Rule.COMPUTE:
+                    # What a product reads is rounded before it is stored.
+                    kind = Kind.LOW
+                dtype = held_dtype(graph.avals[operand], kind, compute)
                 # State is read in float32, also if other operations read it rounded.
                 reads[operand] = FLOAT32 if FLOAT32 in (dtype, reads.get(operand)) else dtype
     outputs = outputs_of(plan, made, chosen, out_kinds)

@@ -12,7 +12,7 @@ the passes.
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -66,7 +66,12 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 def recomputed(
-    func: Function, *, barred: bool, kept: Factor | None = None, only_gpu: bool = False
+    func: Function,
+    *,
+    barred: bool,
+    kept: Factor | None = None,
+    only_gpu: bool = False,
+    factors: Collection[int] = (),
 ) -> Function:
     """Return a function whose inside is recomputed for its derivatives.
 
@@ -75,13 +80,14 @@ def recomputed(
         barred: Whether XLA must be kept from merging both computations into one.
         kept: How its arguments are kept, if not as they are.
         only_gpu: Whether only XLA:GPU must be kept from it; others then merge both.
+        factors: Positions of arguments that products inside read: see `_by_bits`.
 
     Returns:
         A function with the same results, whose derivatives store nothing but its arguments.
     """
     if not barred and kept is None:
         return jax.checkpoint(func, prevent_cse=False)
-    return _again(func, barred=barred, kept=kept, only_gpu=only_gpu)
+    return _again(func, barred=barred, kept=kept, only_gpu=only_gpu, factors=factors)
 
 
 def _traced_once(func: Function) -> Function:
@@ -98,7 +104,14 @@ def _traced_once(func: Function) -> Function:
     return call
 
 
-def _again(func: Function, *, barred: bool, kept: Factor | None, only_gpu: bool) -> Function:
+def _again(
+    func: Function,
+    *,
+    barred: bool,
+    kept: Factor | None,
+    only_gpu: bool,
+    factors: Collection[int],
+) -> Function:
     # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
     # out for TPUs only. So the derivative is written here. The values come out of the function as
     # it is, and the tangents out of a second copy of it, which begins behind a barrier of our own.
@@ -114,7 +127,9 @@ def _again(func: Function, *, barred: bool, kept: Factor | None, only_gpu: bool)
     def pushing(moving: tuple[int, ...], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             # Everything is recomputed from these values, so that nothing else has to be stored.
-            held = _held_apart(primals, only_gpu=only_gpu) if barred else list(primals)
+            held = list(primals)
+            if barred:
+                held = _held_apart(primals, only_gpu=only_gpu, factors=factors)
             held = [restore(value, dtype) for value, dtype in zip(held, dtypes, strict=True)]
 
             def moved(*values: Any) -> tuple[Any, ...]:
@@ -163,13 +178,13 @@ _apart = Primitive("halfstep_apart")
 _UNSIGNED = MappingProxyType({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64})
 
 
-def _held_apart(values: Sequence[Any], *, only_gpu: bool) -> list[Any]:
+def _held_apart(values: Sequence[Any], *, only_gpu: bool, factors: Collection[int]) -> list[Any]:
     """Return the same values, so that XLA merges no copies of what is made of them."""
     leaves, structure = jax.tree.flatten(list(values))
     made = {
         place: _apart.bind(leaf, only_gpu=only_gpu)
         for place, leaf in enumerate(leaves)
-        if _is_real(leaf.dtype)
+        if _is_real(leaf.dtype) and (place not in factors or len(leaves) != len(values))
     }
     others = [leaf for place, leaf in enumerate(leaves) if place not in made]
     barred = iter(jax.lax.optimization_barrier(others) if others and not only_gpu else others)
@@ -193,7 +208,8 @@ def _by_bits(value: jax.Array, **_: bool) -> jax.Array:
     recomputes a value that a barrier reads when memory runs out. The desktop ViT at batch 256 moves
     8.6 GiB in this way on an H100, and 8.9 GiB with the barrier. These are bits because XLA:GPU
     would keep a float32 copy of a bfloat16 number that arithmetic reads, on cards without such
-    arithmetic.
+    arithmetic. What a product reads gets a barrier all the same: XLA:GPU would write the combined
+    bits to memory for it.
     """
     unsigned = _UNSIGNED[value.dtype.itemsize]
     zero = jax.lax.optimization_barrier(jnp.zeros((), unsigned))
