@@ -11,6 +11,7 @@ to multiply again.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from halfstep._autocast.plans import Settings
 from halfstep._autocast.saved.stores import Saves
 from halfstep._autocast.state import contracts
-from halfstep._program import Graph, Node, Remat, Scan, While, size
+from halfstep._program import Constant, Graph, Node, Remat, Scan, While, size
 
 _DEFAULT = Saves(is_own=True)
 # The result has so many times the numbers of the factors: else it is as large as what it is made
@@ -69,10 +70,23 @@ def has_products(node: Node) -> bool:
     return any(map(contracts, body)) and all(map(has_products, loops))
 
 
-def cheap_products(graph: Graph, settings: Settings) -> frozenset[int]:
-    """Return the products whose results are made again, if their factors are activations."""
+def cheap_products(
+    graph: Graph, compute: np.dtype, is_weight: Callable[[int], bool]
+) -> frozenset[int]:
+    """Return the products of activations whose results are made again.
+
+    Args:
+        graph: A function.
+        compute: The dtype of the results.
+        is_weight: Whether a value is a parameter, or made of parameters and constants alone.
+    """
     products = [index for index, node in enumerate(graph.nodes) if node.name == "dot_general"]
-    cheap = [i for i in products if _is_cheap(graph.nodes[i], graph, settings.compute)]
+    cheap = [
+        index
+        for index in products
+        if _is_cheap(graph.nodes[index], graph, compute)
+        and not any(isinstance(x, Constant) or is_weight(x) for x in graph.nodes[index].ins)
+    ]
     again, every = (sum(_flops(graph.nodes[i], graph) for i in some) for some in (cheap, products))
     return frozenset(cheap) if again <= _SHARE * every else frozenset()
 

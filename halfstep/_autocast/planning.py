@@ -72,9 +72,6 @@ def plan(
         entering: The inputs as the caller knows them, if the operations count as the caller's.
     """
     settings = with_default_stores(settings, graph)
-    saves = settings.saves
-    chooses = saves is not None and saves.is_own and saves.code is None
-    cheap = cheap_products(graph, settings) if chooses else frozenset[int]()
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
     feeding = feeding_nodes(graph, path, paths)
@@ -118,12 +115,17 @@ def plan(
             linear.update(node.outs)
         elif settings.saves is not None and _is_one_value(node, decision):
             own = targets.get(index, ())
-            again = index in cheap
-            decision = _with_store(decision, node, graph, kinds, settings, finder, own, again)
+            decision = _with_store(decision, node, graph, kinds, settings, finder, own)
         decisions.append(decision)
         if node.effects:
             after_effects = max(level, depth) + decision.barrier
         _record(draft, index, decision, kinds, around.path)
+    saves = settings.saves
+    if saves is not None and saves.is_own and saves.code is None:
+        for index in cheap_products(graph, settings.compute, draft.weights.__getitem__):
+            made = decisions[index]
+            if made.rule is Rule.COMPUTE and made.site is None and not made.stored_by:
+                decisions[index] = dataclasses.replace(made, store=None)
     return Plan(
         graph,
         settings,
@@ -208,7 +210,6 @@ def _with_store(
     settings: Settings,
     finder: Finder | None,
     numbered: Collection[StoreRule],
-    again: bool,
 ) -> Decision:
     """Return a decision that says how the results are kept for the backward pass."""
     saves = settings.saves
@@ -222,10 +223,7 @@ def _with_store(
         aval = graph.aval(operand)
         dtype = held_dtype(aval, kind, settings.compute)
         avals.append(aval if dtype is None else aval.update(dtype=dtype))
-    is_plain = decision.rule is Rule.COMPUTE and decision.site is None
-    is_cheap = again and is_plain and not any(kind.is_weight for kind in kinds)
-    dear = decision.barrier and not is_cheap
-    store, by = saves.by_policy(node.primitive, avals, node.params, dear=dear), ""
+    store, by = saves.by_policy(node.primitive, avals, node.params, dear=decision.barrier), ""
     if saves.rules:
         lines = () if finder is None else lines_of(node, finder)
         dear = decision.barrier or store is not None

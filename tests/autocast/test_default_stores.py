@@ -71,6 +71,13 @@ def test_a_rule_stores_them():
     assert scores in stacked("bf16,store:op:dot_general=keep")
 
 
+def test_products_of_narrow_weights_do_not_count_as_scores():
+    # They are as large beside their factors, and as cheap.
+    tokens = 4 * TOKENS
+    assert (tokens, 4 * WIDTH) in stacked("bf16", tokens)
+    assert (HEADS, tokens, tokens) not in stacked("bf16", tokens)
+
+
 def test_products_are_not_made_again_where_that_takes_long():
     # With so many tokens nearly all FLOPs are those of the scores.
     tokens = 32 * WIDTH

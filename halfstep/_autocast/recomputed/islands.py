@@ -168,10 +168,11 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
     """
     taken: set[int] = set()
     found: list[tuple[int, ...]] = []
-    for index in sorted(cheap_products(plan.graph, plan.settings)):
-        weighs = any(plan.seen(x, index).is_weight for x in plan.graph.nodes[index].ins)
-        is_alone = weighs or not _is_plain_product(plan, index)
-        region = None if is_alone else _region(plan, index, groups)
+    cheap = cheap_products(
+        plan.graph, plan.settings.compute, lambda number: plan.kinds[number].is_weight
+    )
+    for index in sorted(cheap):
+        region = _region(plan, index, groups) if _is_plain_product(plan, index) else None
         if region is not None and taken.isdisjoint(region):
             taken |= region
             found.append(tuple(sorted(region)))
