@@ -238,7 +238,8 @@ def _reaches(plan: Plan, region: set[int], outside: set[int]) -> bool:
 def factors_of(plan: Plan, island: Island) -> set[int]:
     """Return the positions of an island's inputs that products in it read."""
     nodes = [plan.graph.nodes[index] for index in island.nodes]
-    read = {operand for node in nodes if node.name in CONTRACTIONS for operand in node.ins}
+    operands = (x for node in nodes if node.name in CONTRACTIONS for x in node.ins)
+    read = {operand for operand in operands if not isinstance(operand, Constant)}
     return {position for position, number in enumerate(island.inputs) if number in read}
 
 
