@@ -250,7 +250,8 @@ def test_scopes_and_primitives_hold_inside_of_loops_and_derivatives():
     found = dtypes_of("tanh", jax.grad(jaxamp.amp(func, amp_policy=policy)), W, X)
     assert set(found) == {"float16"}
     policy = {jax.lax.tanh_p: readme_precision}
-    assert dtypes_of("tanh", jax.grad(jaxamp.amp(func, amp_policy=policy)), W, X) == ["float16"]
+    found = dtypes_of("tanh", jax.grad(jaxamp.amp(func, amp_policy=policy)), W, X)
+    assert set(found) == {"float16"}
     policy = {"loop": jaxamp.use_original_precision}
     assert set(contractions(jax.grad(jaxamp.amp(func, amp_policy=policy)), W, X)) == {"float32"}
 
