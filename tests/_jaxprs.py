@@ -18,8 +18,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         for parameter in jax.tree.leaves(
             equation.params, is_leaf=lambda p: isinstance(p, core.Jaxpr | ClosedJaxpr)
         ):
-            if isinstance(parameter, core.Jaxpr | ClosedJaxpr):
-                yield from equations(parameter)
+            is_function = isinstance(parameter, core.Jaxpr | ClosedJaxpr)
+            # With `jax_remat3` the parameter is an operation that has the function.
+            inside = parameter if is_function else getattr(parameter, "jaxpr", None)
+            if isinstance(inside, core.Jaxpr | ClosedJaxpr):
+                yield from equations(inside)
 
 
 def contractions(func: Any, *args: Any) -> list[str]:
