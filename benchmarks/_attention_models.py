@@ -34,17 +34,20 @@ MASKS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
 QUERIES = ("repeated keys", "grouped queries")
 
 
-def spellings() -> list[Model]:
+def spellings(sizes: Mapping[str, int] = SIZES) -> list[Model]:
     """One layer of attention in all its spellings."""
+    init = functools.partial(_init_attention, sizes=sizes)
     return [
         Model(
             f"attention, {scale}, {mask}, {queries}",
-            SIZES,
-            _init_attention,
-            functools.partial(_attention_loss, scale=scale, mask=mask, queries=queries),
+            sizes,
+            init,
+            functools.partial(
+                _attention_loss, scale=scale, mask=mask, queries=queries, sizes=sizes
+            ),
             lambda batch: (
                 jax.ShapeDtypeStruct(
-                    (batch, SIZES["tokens"], SIZES["heads"] * SIZES["size"]), jnp.float32
+                    (batch, sizes["tokens"], sizes["heads"] * sizes["size"]), jnp.float32
                 ),
             ),
         )
@@ -52,18 +55,27 @@ def spellings() -> list[Model]:
     ]
 
 
-def _init_attention(key: Array) -> dict[str, Array]:
-    del key
-    width, narrow = SIZES["heads"] * SIZES["size"], SIZES["keys"] * SIZES["size"]
+def _init_attention(key: Array, *, sizes: Mapping[str, int]) -> dict[str, Array]:
+    width, narrow = sizes["heads"] * sizes["size"], sizes["keys"] * sizes["size"]
     shapes = {"q": width, "k": narrow, "v": narrow, "o": width}
-    return {name: jnp.zeros((width, out)) for name, out in shapes.items()}
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(one, (width, out)) / math.sqrt(width)
+        for one, (name, out) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def _attention_loss(
-    params: dict[str, Array], x: Array, *, scale: str, mask: str, queries: str
+    params: dict[str, Array],
+    x: Array,
+    *,
+    scale: str,
+    mask: str,
+    queries: str,
+    sizes: Mapping[str, int],
 ) -> Array:
     batch, tokens, _ = x.shape
-    heads, keys, size = SIZES["heads"], SIZES["keys"], SIZES["size"]
+    heads, keys, size = sizes["heads"], sizes["keys"], sizes["size"]
     query = (x @ params["q"]).reshape(batch, tokens, heads, size)
     key, value = ((x @ params[name]).reshape(batch, tokens, keys, size) for name in "kv")
     if queries == "repeated keys":

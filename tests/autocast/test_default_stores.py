@@ -1,5 +1,6 @@
 """What is stored of layers in a loop, where no rule says it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -123,15 +124,18 @@ def written_out(params: Any, x: Any) -> Any:
 def test_layers_that_are_written_out_store_no_scores():
     square = f"{HEADS},{TOKENS},{TOKENS}"
     assert square not in kept(written_out, *shapes())
-    # A rule that keeps them, and scores that the function returns.
     assert square in kept(written_out, *shapes(), policy="bf16,store:op:dot_general=keep")
 
-    def returned(x: Any) -> Any:
-        heads = x.reshape(TOKENS, HEADS, -1)
+    def scored(params: Any, x: Any, *, returns: bool) -> Any:
+        (wide, *_), (narrow, *_) = params["up"], params["down"]
+        heads = (jax.nn.relu(x @ wide) @ narrow).reshape(TOKENS, HEADS, -1)
         scores = jnp.einsum("qhd,khd->hqk", heads, heads)
-        return scores, jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), heads)
+        mixed = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), heads)
+        return jnp.sum(mixed**2) + (jnp.sum(scores**2) if returns else 0.0)
 
-    assert square in kept(lambda x: sum(map(jnp.sum, returned(x))), shapes()[1])
+    assert square not in kept(functools.partial(scored, returns=False), *shapes())
+    # Another reader than the softmax: what it makes goes out.
+    assert square in kept(functools.partial(scored, returns=True), *shapes())
 
 
 @pytest.mark.parametrize("policy", ["bf16", "f16"])

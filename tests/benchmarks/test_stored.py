@@ -33,7 +33,16 @@ def test_each_step_is_made_by_hand_as_well():
 
 
 def test_spellings_compute_the_same():
-    models = stored.spellings()
+    models = stored.spellings({"tokens": 6, "heads": 4, "keys": 2, "size": 3})
     assert len(models) == len({model.name for model in models}) == 24
-    shapes = {jax.eval_shape(model.loss, model.shape(), *model.batch(1)).shape for model in models}
-    assert shapes == {()}
+    key = jax.random.key(0)
+    x = jax.random.normal(key, models[0].batch(2)[0].shape)
+    found = {model.name: float(model.loss(model.init(key), x)) for model in models}
+    values = {
+        masked: [value for name, value in found.items() if ("no mask" not in name) == masked]
+        for masked in (False, True)
+    }
+    assert list(map(len, values.values())) == [6, 18]
+    for same in values.values():
+        assert same == pytest.approx([same[0]] * len(same), rel=1e-5)
+    assert values[True][0] != pytest.approx(values[False][0], rel=1e-2)

@@ -163,8 +163,8 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
 
     Scores of attention are such results: large, of small factors. A group then has all that lies
     between that product and those which read what is made of it (probabilities), and these, too:
-    only the factors are stored. A product that ends a group is not computed again, since nothing
-    reads its result there.
+    only the factors are stored. The backward pass does not multiply again for a product at the end
+    of a group: nothing in the group reads the result.
     """
     taken: set[int] = set()
     found: list[tuple[int, ...]] = []
@@ -215,24 +215,13 @@ def _region(plan: Plan, first: int, groups: Sequence[tuple[int, ...]]) -> set[in
     if not last:
         return None
     # Between the first level and the last, a path that leaves the region must not come back.
-    makers = {n: {m for m in map(plan.maker, graph.nodes[n].ins) if m is not None} for n in region}
-    outside = {m for found in makers.values() for m in found} - region
-    return None if _reaches(plan, region, outside) else region
-
-
-def _reaches(plan: Plan, region: set[int], outside: set[int]) -> bool:
-    """Return whether an operation outside a region, which it reads, depends on the region."""
-    found: set[int] = set()
-    waiting = list(outside)
-    least = min(region)
-    while waiting:
-        for maker in map(plan.maker, plan.graph.nodes[waiting.pop()].ins):
-            if maker in region:
-                return True
-            if maker is not None and maker > least and maker not in found:
-                found.add(maker)
-                waiting.append(maker)
-    return False
+    span = range(min(region), max(region) + 1)
+    before = {
+        index: [m for m in map(plan.maker, graph.nodes[index].ins) if m is not None and m in span]
+        for index in span
+    }
+    outside = {maker for index in region for maker in before[index]} - region
+    return region if region.isdisjoint(_reached(list(outside), before)) else None
 
 
 def factors_of(plan: Plan, island: Island) -> set[int]:
