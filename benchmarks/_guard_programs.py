@@ -23,9 +23,7 @@ STEPS: Mapping[str, Variant] = MappingProxyType(
     {
         "bf16": VARIANTS["halfstep, bf16"],
         "f16": VARIANTS["halfstep, f16"],
-        "bf16, islands=False": Variant(
-            with_halfstep("bf16", islands=False), halfstep.NoLossScaling
-        ),
+        "bf16, all stored": Variant(with_halfstep("bf16,store:op:*=keep"), halfstep.NoLossScaling),
     }
 )
 
@@ -106,14 +104,14 @@ def remat_of_blocks(saved: Callable[..., Any] | None = None) -> Callable[..., An
 
 
 def rounded(model: Model, batch: int, remat: Callable[..., Any]) -> tuple[Program, ...]:
-    """A model under the user's own `jax.checkpoint`, by its policy, and one without islands."""
+    """A model under the user's own `jax.checkpoint`, by its policy, and with nothing made again."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     losses = {"remat": remat(), "remat but dots": remat(saved=dots)}
     models = (
         dataclasses.replace(model, name=f"{model.name}, {name}", loss=loss)
         for name, loss in losses.items()
     )
-    without = Program(model, batch, "rounded", "bf16, islands=False")
+    without = Program(model, batch, "rounded", "bf16, all stored")
     return (*(Program(one, batch, "rounded") for one in models), without)
 
 

@@ -64,12 +64,12 @@ def with_mpx(loss: Loss) -> Step:
     return step
 
 
-def with_halfstep(policy: str | halfstep.Policy, *, islands: bool = True) -> Callable[[Loss], Step]:
-    """As halfstep's README has it; `islands` as of `halfstep.autocast`."""
+def with_halfstep(policy: str | halfstep.Policy) -> Callable[[Loss], Step]:
+    """As halfstep's README has it."""
 
     def of(loss: Loss) -> Step:
         def step(model: Any, opt_state: Any, scaling: Any, *batch: Any):
-            grad_fn = halfstep.filter_value_and_grad(loss, scaling, policy=policy, islands=islands)
+            grad_fn = halfstep.filter_value_and_grad(loss, scaling, policy=policy)
             value, scaling, finite, grads = grad_fn(model, *batch)
             model, opt_state = halfstep.optimizer_update(model, OPTIMIZER, opt_state, grads, finite)
             return model, opt_state, scaling, value

@@ -150,7 +150,7 @@ LINES = (
     ),
     # Which float32 is worth recomputing.
     Line(
-        "_autocast/recomputed/islands.py",
+        "_autocast/again/islands.py",
         "return plan.depths[index] > 0 or any(_depends_on_low(plan, operand) for operand in "
         "operands)",
         (
@@ -171,7 +171,7 @@ LINES = (
         ISLANDS,
     ),
     Line(
-        "_autocast/recomputed/islands.py",
+        "_autocast/again/islands.py",
         "plan.kinds[operand].is_low or operand in plan.rounded or operand in plan.too_large",
         (
             "operand in plan.rounded or operand in plan.too_large",
@@ -182,13 +182,13 @@ LINES = (
     ),
     # What is kept in 8 bits is a value that every reader sees.
     Line(
-        "_autocast/recomputed/recompute.py",
-        "held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]",
+        "_autocast/stored/names.py",
+        "value = cast(value, compute) if is_wide else settled(value)",
         (
-            "held = list(primals) if kept is None else [keep(x, kept) for x in primals]",
-            "held = list(primals) if kept is None else [settled(x) for x in primals]",
-            "held = list(primals)",
-            "held = list(primals) if kept is not None else [settled(x) for x in primals]",
+            "value = cast(value, compute) if is_wide else value",
+            "value = cast(value, compute)",
+            "value = cast(value, compute) if not is_wide else settled(value)",
+            "value = settled(value)",
         ),
         ONE_VALUE,
     ),

@@ -34,7 +34,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def report(*, islands: bool = True) -> halfstep.ExplainReport:
-    return halfstep.explain(attend, "bf16", islands=islands)(*arguments())
+    return halfstep.explain(attend, "bf16" if islands else "bf16,store:op:*=keep")(*arguments())
 
 
 def operations() -> list[halfstep.ExplainEntry]:
@@ -50,7 +50,7 @@ def stored() -> dict[str, dict[str, float]]:
     plain, full = report(islands=False).totals, report().totals
     rows = {
         "float32": full.stored_float32,
-        "bf16, islands=False": plain.stored,
+        "bf16,store:op:*=keep": plain.stored,
         "bf16": full.stored,
     }
     return {

@@ -1,5 +1,16 @@
 """Run an unmodified float32 function in mixed precision."""
 
+from halfstep._autocast.again.regions import (
+    Region as Region,
+    schedule as schedule,
+)
+from halfstep._autocast.again.repeats import Repeat as Repeat
+from halfstep._autocast.again.segments import (
+    crossing as crossing,
+    held_bytes as held_bytes,
+    is_apart as is_apart,
+)
+from halfstep._autocast.again.surroundings import Surroundings as Surroundings
 from halfstep._autocast.decide import operation_of as operation_of
 from halfstep._autocast.f8.eligible import (
     NO_RECIPE as NO_RECIPE,
@@ -45,27 +56,16 @@ from halfstep._autocast.primitives import (
     TABLE as TABLE,
     Rule as Rule,
 )
-from halfstep._autocast.recomputed.islands import (
-    Island as Island,
-    schedule as schedule,
-)
-from halfstep._autocast.recomputed.recompute import (
-    Surroundings as Surroundings,
-)
-from halfstep._autocast.recomputed.repeats import Repeat as Repeat
-from halfstep._autocast.recomputed.segments import (
-    Segment as Segment,
-    crossing as crossing,
-    held_bytes as held_bytes,
-    is_apart as is_apart,
-    segments as segments,
-)
 from halfstep._autocast.run import (
     Environment as Environment,
     Sharing as Sharing,
     held as held,
 )
-from halfstep._autocast.saved.stores import StoreLabel as StoreLabel, stored_bytes as stored_bytes
+from halfstep._autocast.stored.names import StoreLabel as StoreLabel, stored_bytes as stored_bytes
+from halfstep._autocast.stored.saves import (
+    Again as Again,
+    Saves as Saves,
+)
 from halfstep._autocast.tracing import TracedCall as TracedCall, trace as trace
 from halfstep._autocast.transform import (
     autocast as autocast,

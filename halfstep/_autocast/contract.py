@@ -20,9 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.lax import DotDimensionNumbers
 
-from halfstep._autocast.saved.float8 import Derivative
 from halfstep._base import cast
-from halfstep._policy import Factor
 
 Options = tuple[tuple[str, Any], ...]
 """The parameters of a primitive in hashable form, so that another primitive can take them."""
@@ -36,7 +34,6 @@ def contract(
     compute: np.dtype,
     out: np.dtype,
     gradients: Sequence[np.dtype],
-    kept: Factor | None = None,
 ) -> Any:
     """Multiply in the compute dtype.
 
@@ -47,7 +44,6 @@ def contract(
         compute: The dtype in which the factors enter.
         out: The dtype of the result.
         gradients: The dtype of each factor's gradient.
-        kept: How factors are kept for the gradient, if not in the compute dtype.
     """
     options = {**params, "preferred_element_type": out}
 
@@ -57,9 +53,6 @@ def contract(
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         result = _bind(primitive, options, primals, compute)
-        if kept is not None:
-            derivative = Derivative(primitive, tuple(options.items()), compute, tuple(gradients))
-            return derivative(primals, tangents, result, kept)
         terms = [
             _linear.bind(
                 *primals[:position],

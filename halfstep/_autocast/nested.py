@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from halfstep._autocast.default_stores import has_products, without_default_stores
+from halfstep._autocast.choice import has_products, without_layers
 from halfstep._autocast.kinds import Kind, carried, join
 from halfstep._autocast.plans import (
     FLOAT32,
@@ -26,8 +26,9 @@ from halfstep._autocast.plans import (
     out_kinds,
 )
 from halfstep._autocast.primitives import Rule
-from halfstep._autocast.saved.stores import Saves, only_stores
 from halfstep._autocast.state import StatePath
+from halfstep._autocast.stored.names import only_stores
+from halfstep._autocast.stored.saves import Again, Saves
 from halfstep._base import cast
 from halfstep._program import (
     Cond,
@@ -66,20 +67,14 @@ def inner_decision(outs: Sequence[Kind], inner: object, *, barrier: bool = True)
     return Decision(Rule.FOLLOW, FLOAT32, tuple(outs), barrier, True, inner)
 
 
-def without_islands(settings: Settings) -> Settings:
-    """Return settings for functions whose residuals are not autocast's to choose."""
-    return dataclasses.replace(settings, islands=False, is_recomputed=False)
-
-
 def with_own_rules(settings: Settings) -> Settings:
     """Return settings for functions that have their own derivative or batching rules."""
     # JAX never differentiates a function that has its own derivative rules, and those rules choose
-    # the residuals: islands would have nothing to save.
-    settings = dataclasses.replace(without_state(without_islands(settings)), rounds=False)
-    if settings.saves is None or not settings.saves.is_own:
-        return settings
-    # Autocast puts `jax.checkpoint` only around functions that JAX differentiates.
-    return dataclasses.replace(settings, saves=None)
+    # the residuals. A policy of the user's `jax.checkpoint` around them still decides.
+    saves = settings.saves
+    if saves.again is not Again.NOTHING:
+        saves = Saves(again=Again.NOTHING)
+    return dataclasses.replace(without_state(settings), rounds=False, saves=saves)
 
 
 def without_state(settings: Settings) -> Settings:
@@ -98,10 +93,11 @@ def _plan_scan(
 ) -> Decision:
     loop = node.structured(Scan)
     (inner,), (path,) = node.graphs, around.paths(node)
-    settings = dataclasses.replace(settings, is_recomputed=False)
+    if settings.saves.again is Again.TWICE:
+        settings = dataclasses.replace(settings, saves=Saves(again=Again.NOTHING))
     if not has_products(node):
         # Nothing in it is worth storing but what islands read.
-        settings = without_default_stores(settings)
+        settings = without_layers(settings)
     first, carries = loop.consts, loop.carries
     # A carry has one dtype in all iterations. This dtype depends on what the body makes of the
     # carry, which depends on the dtype that the carry comes in with. So the body is planned until
@@ -119,7 +115,8 @@ def _plan_scan(
             for before, after in zip(current[first : first + carries], outs, strict=False)
         ]
         if stable == current[first : first + carries]:
-            if made.settings.has_segments and settings.compute != np.dtype(np.float16):
+            is_most = made.settings.saves.again is Again.MOST
+            if is_most and settings.compute != np.dtype(np.float16):
                 wide = (n for n, kind in enumerate(stable, first) if kind is Kind.WIDE)
                 stacked = frozenset(inner.inputs[number] for number in wide)
                 made = dataclasses.replace(made, stacked=stacked)
@@ -170,17 +167,8 @@ def _plan_cond(
 def _plan_remat(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
-    # Nothing is stored inside a function that the user recomputes, so islands would save nothing
-    # and be recomputed twice. A few are worth it for another reason: see `islands.is_worth_twice`.
     remat = node.structured(Remat)
-    settings = without_default_stores(settings)
-    is_recomputed = settings.islands and remat.policy is None and settings.saves is None
-    settings = dataclasses.replace(without_islands(settings), is_recomputed=is_recomputed)
-    # With `jax_remat3` JAX asks no policy about what is inside a function with a derivative of its
-    # own, as many products have here: so what the policy saves gets a name.
-    is_named = remat.policy is not None and getattr(jax.config, "jax_remat3", False)
-    if settings.residuals is not None or settings.saves is not None or is_named:
-        settings = dataclasses.replace(settings, residuals=None, saves=_saves(remat, settings))
+    settings = dataclasses.replace(settings, saves=_saves(remat, settings.saves))
     (graph,), (path,) = node.graphs, around.paths(node)
     entering = around.entering
     inner = _planned(plan, graph, settings, path, entering)
@@ -235,21 +223,26 @@ def _relative(entering: Sequence[Passed]) -> tuple[Passed, ...]:
     )
 
 
-def _saves(remat: Remat, settings: Settings) -> Saves | None:
-    """Return what is stored inside a `jax.checkpoint`, and how."""
-    code = None if settings.residuals is None else settings.residuals.element
-    saves = settings.saves or Saves(code=code)
+def _saves(remat: Remat, saves: Saves) -> Saves:
+    """Return what is stored inside a `jax.checkpoint` of the user's, and what is made again."""
+    # Nothing is stored inside a function that the user recomputes, so islands would save nothing
+    # and be recomputed twice. A few are worth it for another reason: see `islands`.
+    if saves.is_own and remat.policy is None and not saves.rules:
+        return Saves(again=Again.TWICE)
+    # With `jax_remat3` JAX asks no policy about what is inside a function with a derivative of its
+    # own, as many products have here: so what the policy saves gets a name.
+    is_named = getattr(jax.config, "jax_remat3", False) or saves.code is not None
+    if not (is_named or saves.rules or saves.policies):
+        return Saves(again=Again.NOTHING)
     # With `prevent_cse=False` the user says that the function is in a loop.
-    made = saves.within(remat.policy, barred=remat.prevent_cse is not False)
-    # Without a policy, only the function's inputs are saved.
-    return made if made.saves_anything else None
+    return saves.within(remat.policy, barred=remat.prevent_cse is not False)
 
 
 def recomputed(node: Node, decision: Decision, run: Runner) -> Callable[..., Any]:
     """Return what the user recomputes, as a function of a recipe's state and operands."""
     remat = node.structured(Remat)
     saves = decision.inner.settings.saves
-    if saves is not None and (remat.policy is not None or saves.rules):
+    if saves.names_values and (remat.policy is not None or saves.rules):
         remat = dataclasses.replace(remat, policy=only_stores)
     return remat.checkpoint(
         lambda slots, *values: tuple(run(decision.inner, values, decision.outs, slots=slots))

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 from jax.ref import AbstractRef
 
+from halfstep._autocast.choice import cheap_products, chosen_for
 from halfstep._autocast.decide import decide, operation_of, read_carries
-from halfstep._autocast.default_stores import cheap_products, with_default_stores
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.matching import RuleMatches, lines_of
 from halfstep._autocast.plans import (
@@ -33,6 +33,7 @@ from halfstep._autocast.state import (
     is_float,
     state_nodes,
 )
+from halfstep._autocast.stored.saves import Again
 from halfstep._policy import StoreRule
 from halfstep._program import (
     Constant,
@@ -71,13 +72,13 @@ def plan(
             inputs are weights. State is never rounded.
         entering: The inputs as the caller knows them, if the operations count as the caller's.
     """
-    settings = with_default_stores(settings, graph)
+    settings = chosen_for(settings, graph)
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
     feeding = feeding_nodes(graph, path, paths)
     unquantized = dataclasses.replace(settings, quantizes=False)
     linear = {graph.inputs[position] for position in tangents}
-    rules = settings.saves.rules if settings.saves is not None else ()
+    rules = settings.saves.rules
     numbered = [rule for rule in rules if rule.number is not None]
     # The finder looks for the folders of libraries, and keeps what it has found.
     finder = Finder() if numbered or any(rule.line is not None for rule in rules) else None
@@ -113,15 +114,14 @@ def plan(
         decision = decide(node, graph, kinds, chosen, plan, around)
         if is_linear:
             linear.update(node.outs)
-        elif settings.saves is not None and _is_one_value(node, decision):
+        elif settings.saves.names_values and _is_one_value(node, decision):
             own = targets.get(index, ())
             decision = _with_store(decision, node, graph, kinds, settings, finder, own)
         decisions.append(decision)
         if node.effects:
             after_effects = max(level, depth) + decision.barrier
         _record(draft, index, decision, kinds, around.path)
-    saves = settings.saves
-    if saves is not None and saves.is_own and saves.code is None:
+    if settings.saves.again is Again.MOST and settings.saves.code is None:
         for index in cheap_products(graph, settings.compute, draft.weights.__getitem__):
             made = decisions[index]
             if made.rule is Rule.COMPUTE and made.site is None and not made.stored_by:
@@ -216,7 +216,7 @@ def _with_store(
     # A value that is made of parameters and constants alone is kept with those. JAX keeps the
     # results of effects, and a `Ref` is a place, not a value.
     is_place = any(isinstance(graph.avals[number], AbstractRef) for number in node.outs)
-    if saves is None or node.effects or is_place or all(k.is_weight for k in decision.outs):
+    if node.effects or is_place or all(kind.is_weight for kind in decision.outs):
         return decision
     avals = []
     for operand, kind in zip(node.ins, kinds, strict=True):
@@ -240,7 +240,8 @@ def _record(
     """Record what an operation makes, and whether readers after the next barrier see it rounded."""
     node, level, depth = draft.graph.nodes[index], draft.levels[index], draft.depths[index]
     for number in node.outs:
-        draft.passed[number] = level + decision.barrier
+        # A value that a rule stores ends an island, too.
+        draft.passed[number] = level + (decision.barrier or decision.store is not None)
         draft.made[number], draft.after[number] = depth, depth + decision.barrier
     if isinstance(node.structure, Remat) and isinstance(decision.inner, Plan):
         operands = zip(node.ins, decision.inner.graph.inputs, strict=True)

@@ -14,11 +14,11 @@ from jax.core import AbstractValue
 from halfstep._autocast.f8.product import Off, RecipeProduct, Slot, Slots
 from halfstep._autocast.kinds import Kind, constant_kind, is_subject
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.saved.stores import Saves, Store
 from halfstep._autocast.state import NO_STATE, Carry, StatePath, paths_inside
+from halfstep._autocast.stored.names import Store
+from halfstep._autocast.stored.saves import Saves
 from halfstep._base import Rounding
 from halfstep._policy import (
-    Factor,
     PrecisionFunction,
     PrecisionRule,
     Recipe,
@@ -35,7 +35,6 @@ class Settings:
     """What the user has asked for."""
 
     compute: np.dtype
-    islands: bool = True
     rounds: bool = True
     """Whether wide values are rounded for readers behind a contraction: not inside functions with
     derivative rules of their own."""
@@ -46,12 +45,8 @@ class Settings:
     """The dtype of parameters' gradients from contractions, if it is not the compute dtype."""
     recipe: Recipe | None = None
     """How products of weights are computed in 8 or 4 bits, unless a rule says otherwise."""
-    residuals: Factor | None = None
-    """How residuals are kept for the backward pass, if not in the compute dtype."""
-    saves: Saves | None = None
-    """The values that the surrounding `jax.checkpoint`s save, if kept in another form."""
-    is_recomputed: bool = False
-    """Whether the user recomputes the function as a whole, so that islands would save nothing."""
+    saves: Saves = dataclasses.field(default_factory=Saves)
+    """The values that are stored for the backward pass; the others are made again."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not inside a `shard_map` or a `while`."""
     quantizes: bool = True
@@ -61,11 +56,6 @@ class Settings:
     def recipes(self) -> tuple[Recipe, ...]:
         """All recipes that products may have: the policy's own, then those that rules give."""
         return recipes_of(self.recipe, self.rules) if self.quantizes else ()
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether rules say what is stored, and segments take the place of islands."""
-        return self.saves is not None and self.saves.is_own
 
 
 class Passed(NamedTuple):

@@ -11,29 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast import custom_rules, nested
+from halfstep._autocast.again.islands import before_calls, is_wide
+from halfstep._autocast.again.recompute import difference, recomputed
+from halfstep._autocast.again.regions import Region, factors_of, schedule
+from halfstep._autocast.again.repeats import Repeat, Unit, with_repeats
+from halfstep._autocast.again.replay import differentiated_once
+from halfstep._autocast.again.signatures import Signatures, shared_scopes
+from halfstep._autocast.again.surroundings import Surroundings
 from halfstep._autocast.contract import contract
 from halfstep._autocast.decide import bind_by
 from halfstep._autocast.f8.product import OFF, Slots
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
-from halfstep._autocast.recomputed.islands import (
-    Island,
-    before_calls,
-    factors_of,
-    is_wide,
-    schedule,
-)
-from halfstep._autocast.recomputed.recompute import (
-    Surroundings,
-    difference,
-    recomputed,
-)
-from halfstep._autocast.recomputed.repeats import Repeat, Unit, with_repeats
-from halfstep._autocast.recomputed.replay import differentiated_once
-from halfstep._autocast.recomputed.segments import Segment, segments
-from halfstep._autocast.recomputed.signatures import Signatures, shared_scopes
-from halfstep._autocast.saved.stores import HALF, Store, only_stores, stored
+from halfstep._autocast.stored.names import HALF, Store, stored
+from halfstep._autocast.stored.saves import Again
 from halfstep._base import Rounding, cast, representable, settled, widened
 from halfstep._program import (
     Constant,
@@ -76,20 +68,17 @@ def run(
     """
     env = Environment(plan, place, slots=slots, sharing=sharing)
     env.enter(values)
-    if plan.settings.has_segments:
-        for unit in segments(plan, out_kinds, place):
-            if isinstance(unit, Segment):
-                _run_segment(env, unit)
-            else:
-                env.step(unit)
-    else:
-        is_repeated = place is Surroundings.WHOLE and slots is None
-        repeated = env.sharing.repeated
-        for unit in repeated(out_kinds) if is_repeated else schedule(plan, out_kinds):
-            if isinstance(unit, Repeat):
-                _run_repeat(env, unit)
-            else:
-                _run_unit(env, unit)
+    is_repeated = (
+        place is Surroundings.WHOLE
+        and slots is None
+        and plan.settings.saves.again is not Again.MOST
+    )
+    repeated = env.sharing.repeated
+    for unit in repeated(out_kinds) if is_repeated else schedule(plan, out_kinds, place):
+        if isinstance(unit, Repeat):
+            _run_repeat(env, unit)
+        else:
+            _run_unit(env, unit)
     return [
         env.read_where_made(operand, held(plan, operand, kind))
         for operand, kind in zip(plan.graph.outputs, out_kinds, strict=True)
@@ -105,23 +94,23 @@ AsOne = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Sharing:
-    """The functions that several islands, calls or layers of a plan are.
+    """The functions that several regions, calls or layers of a plan are.
 
     They live as long as one run of the plan. Functions in here must not close over an environment:
     JAX keeps them with the program, and values of a trace that is over with them.
     """
 
     def __init__(
-        self, plan: Plan, as_one: AsOne = differentiated_once, *, islands_alone: bool = False
+        self, plan: Plan, as_one: AsOne = differentiated_once, *, regions_alone: bool = False
     ) -> None:
         """Begin without functions.
 
         Args:
             plan: The plan.
             as_one: Makes one function of the operations that layers repeat.
-            islands_alone: Whether to do so with islands that are repeated alone, too.
+            regions_alone: Whether to do so with regions that are repeated alone, too.
         """
-        self.plan, self.as_one, self.islands_alone = plan, as_one, islands_alone
+        self.plan, self.as_one, self.regions_alone = plan, as_one, regions_alone
         self.signatures = Signatures(plan)
         self.functions: dict[Hashable, Callable[..., Any]] = {}
         self.repeats: dict[Hashable, tuple[Callable[..., Any], list[Any]]] = {}
@@ -157,9 +146,11 @@ class Sharing:
         """Return the schedule of the plan, in which what layers repeat is gathered."""
         key = tuple(out_kinds)
         if key not in self._repeated:
-            units = schedule(self.plan, out_kinds)
+            is_most = self.plan.settings.saves.again is Again.MOST
+            count = len(self.plan.graph.nodes)
+            units = list(range(count)) if is_most else schedule(self.plan, out_kinds)
             self._repeated[key] = with_repeats(
-                self.plan, units, self.signatures, islands_alone=self.islands_alone
+                self.plan, units, self.signatures, regions_alone=self.regions_alone
             )
         return self._repeated[key]
 
@@ -209,7 +200,7 @@ class Environment(Interpreter[Any]):
         if store is None:
             return value
         settings = self.plan.settings
-        if settings.has_segments and self.place is Surroundings.LOOP:
+        if settings.saves.again is Again.MOST and self.place is Surroundings.LOOP:
             store = dataclasses.replace(store, barred=False)
         return stored(value, store, compute=settings.compute)
 
@@ -287,8 +278,7 @@ def operand_of(env: Environment, operand: Operand, index: int) -> Any:
     if node.name in PASSING or _asks_for_a_sign(node):
         return env.read_as(operand, decision.dtype)
     is_product = node.name in CONTRACTIONS and decision.site is None
-    by_product = is_product and plan.settings.residuals is None
-    return env.read_settled(operand, decision.dtype, by_product=by_product)
+    return env.read_settled(operand, decision.dtype, by_product=is_product)
 
 
 def _takes_inexact_literal(node: Node, dtype: np.dtype) -> bool:
@@ -358,9 +348,8 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
         reduce = plan.settings.reduce or decision.dtype
         gradients = [reduce if is_wide else decision.dtype for is_wide in wide]
         types: Any = {"compute": decision.dtype, "out": out, "gradients": gradients}
-        kept = plan.settings.residuals
-        if any(wide) or out == FLOAT32 or kept is not None:
-            return [contract(node.primitive, params, operands, **types, kept=kept)]
+        if any(wide) or out == FLOAT32:
+            return [contract(node.primitive, params, operands, **types)]
     if decision.rule is Rule.COMPUTE and params.get("preferred_element_type") == FLOAT32:
         params["preferred_element_type"] = decision.dtype
     if decision.rule is Rule.FOLLOW and node.name in CONTRACTIONS:
@@ -390,37 +379,55 @@ def _has_own_gradients(plan: Plan, index: int) -> bool:
 
 
 def _run_unit(env: Environment, unit: Unit) -> None:
-    if isinstance(unit, Island):
-        _run_island(env, unit)
+    if isinstance(unit, Region):
+        _run_region(env, unit)
     else:
         env.step(unit)
 
 
-def _run_island(env: Environment, island: Island) -> None:
+def _run_region(env: Environment, region: Region) -> None:
     plan, place, sharing = env.plan, env.place, env.sharing
-    entered = shared_scopes(plan, island.nodes)
-    last = env.place is Surroundings.WHOLE and island.is_last
+    # A region with stores runs with the state of recipes, and is not shared.
+    slots = env.slots if region.has_names else None
+    entered = 0 if region.has_names else shared_scopes(plan, region.nodes)
+    compute = plan.settings.compute
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = Environment(plan, place, entered=entered, sharing=sharing)
-        for number, value in zip(island.inputs, values, strict=True):
-            inner.write(number, value)
-        for index in island.nodes:
+        inner = Environment(plan, place, slots=slots, entered=entered, sharing=sharing)
+        for number, value in zip(region.inputs, values, strict=True):
+            made = value
+            if region.has_names:
+                # Otherwise the input would be kept as it is, in addition to its code.
+                made = stored(value, _STACKED, compute=compute) if number in plan.stacked else made
+                made = inner.keep(made, plan.maker(number))
+            inner.write(number, made)
+        for index in region.nodes:
             inner.step(index)
-        return tuple(inner.read_where_made(number, dtype) for number, dtype in island.outputs)
+        return tuple(inner.read_where_made(number, dtype) for number, dtype in region.outputs)
 
-    first = plan.graph.nodes[island.nodes[0]]
+    first = plan.graph.nodes[region.nodes[0]]
     with first.in_scope(env.entered):
-        inputs = [env.read_as(number, dtype) for number, dtype in island.reads]
-    barred = env.place is not Surroundings.LOOP and not last
-    is_twice = plan.settings.is_recomputed
-    kept = plan.settings.residuals
-    factors = factors_of(plan, island)
-    func = recomputed(inside, barred=barred, kept=kept, only_gpu=is_twice, factors=factors)
-    key = (barred, sharing.signatures.island(island))
+        inputs = [env.read_as(number, dtype) for number, dtype in region.reads]
+    # In a loop, nothing merges a computation with its recomputation.
+    last = place is Surroundings.WHOLE and region.is_last
+    barred = place is not Surroundings.LOOP and not last
+    func = recomputed(
+        inside,
+        barred=barred,
+        only_gpu=plan.settings.saves.again is Again.TWICE,
+        factors=factors_of(plan, region),
+        has_names=region.has_names,
+    )
+    if not region.has_names:
+        func = sharing.functions.setdefault((barred, sharing.signatures.region(region)), func)
     with first.in_scope(env.entered, entered):
-        results = sharing.functions.setdefault(key, func)(*inputs)
-    _write(env, island.outputs, results)
+        results = func(*inputs)
+    # A value may be there in both dtypes.
+    for (number, dtype), result in zip(region.outputs, results, strict=True):
+        if number in env.values:
+            env.others[number, np.dtype(dtype)] = result
+        else:
+            env.write(number, result)
 
 
 def _run_repeat(env: Environment, repeat: Repeat) -> None:
@@ -460,34 +467,3 @@ def _run_repeat(env: Environment, repeat: Repeat) -> None:
         results = func(*given)
     for (position, dtype), result in zip(outputs, results, strict=True):
         env.hold(repeat.values[position], dtype, result)
-
-
-def _run_segment(env: Environment, segment: Segment) -> None:
-    def inside(*values: Any) -> tuple[Any, ...]:
-        inner = Environment(env.plan, env.place, slots=env.slots)
-        for (number, _), value in zip(segment.reads, values, strict=True):
-            # Otherwise the input would be kept as it is, in addition to its code.
-            if number in env.plan.stacked:
-                value = stored(value, _STACKED, compute=env.plan.settings.compute)
-            inner.write(number, inner.keep(value, env.plan.maker(number)))
-        for index in segment.nodes:
-            inner.step(index)
-        return tuple(inner.read_where_made(number, dtype) for number, dtype in segment.outputs)
-
-    # In a loop, nothing merges the computation with its recomputation.
-    last = env.place is Surroundings.WHOLE and segment.is_last
-    prevent_cse = env.place is not Surroundings.LOOP and not last
-    func = jax.checkpoint(inside, prevent_cse=prevent_cse, policy=only_stores)
-    inputs = [env.read_as(number, dtype) for number, dtype in segment.reads]
-    _write(env, segment.outputs, func(*inputs))
-
-
-def _write(
-    env: Environment, outputs: Sequence[tuple[int, np.dtype | None]], results: Sequence[Any]
-) -> None:
-    """Hand on the results of an island or a segment; a value may be there in both dtypes."""
-    for (number, dtype), result in zip(outputs, results, strict=True):
-        if number in env.values:
-            env.others[number, np.dtype(dtype)] = result
-        else:
-            env.write(number, result)

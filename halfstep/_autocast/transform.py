@@ -16,7 +16,7 @@ from halfstep._autocast.kinds import Kind
 from halfstep._autocast.observing import observe
 from halfstep._autocast.plans import FLOAT32, Plan, Settings, decided, placed
 from halfstep._autocast.run import Sharing, run
-from halfstep._autocast.saved.stores import Saves
+from halfstep._autocast.stored.saves import Saves
 from halfstep._autocast.tracing import TracedCall, trace
 from halfstep._base import (
     DTypeLike,
@@ -28,7 +28,7 @@ from halfstep._base import (
     parse_dtype,
     refusing,
 )
-from halfstep._policy import Factor, Policy, PrecisionRule, StoreRule, as_policy, recipes_of
+from halfstep._policy import Policy, PrecisionRule, StoreRule, as_policy, recipes_of
 from halfstep._program import Scan, While
 
 
@@ -38,7 +38,6 @@ def autocast(
     policy: Policy | str = "bf16",
     *,
     params: int | str | Sequence[int | str] = 0,
-    islands: bool = True,
     reduce_dtype: DTypeLike | None = None,
     scaling: Any = None,
 ) -> Callable[..., Any]: ...
@@ -50,7 +49,6 @@ def autocast(
     policy: Policy | str = "bf16",
     *,
     params: int | str | Sequence[int | str] = 0,
-    islands: bool = True,
     reduce_dtype: DTypeLike | None = None,
     scaling: Any = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
@@ -62,7 +60,6 @@ def autocast(
     policy: Policy | str = "bf16",
     *,
     params: int | str | Sequence[int | str] = 0,
-    islands: bool = True,
     reduce_dtype: DTypeLike | None = None,
     scaling: Any = None,
 ) -> Callable[..., Any]:
@@ -78,7 +75,7 @@ def autocast(
     The operations that run in float32 between two contractions form an *island*: its inputs and
     outputs are stored in the compute dtype, and its inside is recomputed for the gradient. A norm
     or a softmax in float32 between two contractions therefore stores nothing in float32 for the
-    backward pass. The condition is that recomputing is allowed (`islands=True`).
+    backward pass. Rules of the policy (`"store:op:exp=keep"`) say otherwise of single operations.
 
     Args:
         func: Any function that can be traced. Without it, a decorator is returned:
@@ -89,7 +86,6 @@ def autocast(
             are used in the compute dtype where they meet activations, and are cast there, so that
             their gradients add up in float32. All other arguments (targets, positions) stay as they
             are until they enter a contraction.
-        islands: Whether float32 regions are recomputed instead of stored.
         reduce_dtype: The dtype in which the gradients of parameters come out of contractions. It is
             also the dtype in which they are summed over devices if the batch is sharded under
             `jit`. `None` means the compute dtype, or float32 if the compute dtype is float16: a few
@@ -124,7 +120,7 @@ def autocast(
     """
     _check_function(func)
     policy = as_policy(policy)
-    settings = settings_of(policy, islands=islands, reduce_dtype=reduce_dtype)
+    settings = settings_of(policy, reduce_dtype=reduce_dtype)
     if scaling is not None and not hasattr(scaling, "slots"):
         raise TypeError(
             "`scaling` of `autocast` must be the state of a recipe, or None; got "
@@ -248,27 +244,20 @@ def as_traced(value: ArrayLike, aval: ShapedArray) -> jax.Array:
     )
 
 
-def settings_of(
-    policy: Policy, *, islands: bool = True, reduce_dtype: DTypeLike | None = None
-) -> Settings:
+def settings_of(policy: Policy, *, reduce_dtype: DTypeLike | None = None) -> Settings:
     """Return the settings of autocast for a policy."""
     if policy.mode != "autocast":
         raise ValueError(
             f"the policy {str(policy)!r} casts arguments and nothing else; leave "
             "':inputs' out of it, or use cast_function."
         )
-    has_residuals = policy.residuals is not None and not policy.stores
-    own = Saves(code=policy.residuals, rules=policy.stores, is_own=True)
     return Settings(
         np.dtype(policy.compute),
-        islands=islands,
         rules=policy.rules,
         accumulate=policy.accumulate is not None,
         reduce=_reduce_dtype(reduce_dtype, policy.compute),
         recipe=policy.recipe,
-        # Values that are stored operation by operation are not encoded again where they are read.
-        residuals=Factor(element=policy.residuals or "e4m3", per="row") if has_residuals else None,
-        saves=own if policy.stores else None,
+        saves=Saves(code=policy.residuals, rules=policy.stores),
     )
 
 
@@ -292,9 +281,7 @@ def check_rules(plan: Plan) -> None:
     Raises:
         ValueError: With the names that come nearest to those in the rule.
     """
-    rules: list[PrecisionRule | StoreRule] = [*plan.settings.rules]
-    if plan.settings.saves is not None:
-        rules += plan.settings.saves.rules
+    rules: list[PrecisionRule | StoreRule] = [*plan.settings.rules, *plan.settings.saves.rules]
     if not rules:
         return
     used, names, scopes = set(), set(), set()

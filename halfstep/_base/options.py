@@ -53,6 +53,13 @@ _ANSWERS: Mapping[str, Sequence[tuple[str, str]]] = types.MappingProxyType(
         "compute_dtype": (("policy", _POLICY),),
         "half_dtype": (("policy", _POLICY),),
         "enabled": (("policy", "To compute as the function is written, pass policy='f32'."),),
+        "islands": (
+            (
+                "policy",
+                "A rule of the policy says what is stored for the backward pass: "
+                "policy='bf16,store:op:*=keep' stores what JAX stores by itself.",
+            ),
+        ),
         "loss_scale": (("scaling", _SCALING),),
         "loss_scaling": (("scaling", _SCALING),),
         "scaler": (("scaling", _SCALING),),

@@ -56,7 +56,6 @@ def explain(
     policy: Policy | str = "bf16",
     *,
     params: int | Sequence[int] = 0,
-    islands: bool = True,
     values: bool = False,
     min_bytes: int = _MEBIBYTE,
 ) -> Callable[..., ExplainReport]:
@@ -70,7 +69,6 @@ def explain(
         policy: As for `autocast`. The state of its recipe is not needed.
         params: As for `autocast`. The report shows what the gradient with respect to these
             arguments stores for the backward pass.
-        islands: As for `autocast`.
         values: Run the function once as it is written, and measure how large the results of
             contractions are. This finds matrix products that leave float16's range.
         min_bytes: Report findings about values of at least this size. Scalars and the vectors of
@@ -102,7 +100,7 @@ def explain(
         ```
     """
     policy = as_policy(policy)
-    settings = settings_of(policy, islands=islands)
+    settings = settings_of(policy)
     numbers = listed(params)
 
     def explained(*args: Any, **kwargs: Any) -> ExplainReport:
@@ -120,7 +118,7 @@ def explain(
         # The plan runs once. Its program is differentiated, and shows which casts there are: a
         # value is cast once for all operations that read it in the same dtype, which the plan does
         # not say.
-        sharing = Sharing(traced.plan, as_one=jax.jit, islands_alone=True)
+        sharing = Sharing(traced.plan, as_one=jax.jit, regions_alone=True)
         program = jax.make_jaxpr(_lowered(call, traced, sharing))(*call.arrays)
         added = casts(program.jaxpr) - own_casts(steps)
         stored = _stored(lambda: program, call, own, finder, notes)

@@ -170,8 +170,8 @@ def stored_float32(
             residual.scope,
             f"`{residual.name}` makes {residual.type}, which is stored for the backward pass",
             "In the compute dtype it would take half of the memory.",
-            "compute it again instead, with `jax.checkpoint` around it (or `islands=True`, if that "
-            "is off); or cast what it is made of.",
+            "recompute it instead, with `jax.checkpoint` around it or without the `store:` rule "
+            "that keeps it; or cast what it is made of.",
             residual.type.bytes,
         )
 

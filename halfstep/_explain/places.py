@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from halfstep._autocast import Kind, Plan, Settings, inner_plans, plan as make_plan
+from halfstep._autocast import Again, Kind, Plan, Saves, Settings, inner_plans, plan as make_plan
 from halfstep._program import Inner, Node, Operand, graph_of
 
 # Everything runs as it is written.
-_NO_AUTOCAST = Settings(np.dtype(np.float32), islands=False)
+_NO_AUTOCAST = Settings(np.dtype(np.float32), saves=Saves(again=Again.NOTHING))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

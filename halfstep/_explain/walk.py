@@ -10,10 +10,10 @@ from jax.core import AbstractValue
 from halfstep._autocast import (
     CONTRACTIONS,
     FLOAT32,
-    Island,
     Kind,
     Plan,
     RecipeProduct,
+    Region,
     Rule,
     held_dtype,
     schedule,
@@ -65,7 +65,7 @@ def _islands(plan: Plan, numbers: Iterator[int]) -> dict[int, int]:
     # Outputs are as `autocast` wants them; otherwise the islands would differ from those that run.
     found: dict[int, int] = {}
     for unit in schedule(plan, [Kind.WIDE] * len(plan.graph.outputs)):
-        if isinstance(unit, Island):
+        if isinstance(unit, Region) and not unit.has_names:
             number = next(numbers)
             found.update(dict.fromkeys(unit.nodes, number))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from halfstep._autocast import Island, Kind, Plan, Repeat, Sharing
+from halfstep._autocast import Kind, Plan, Region, Repeat, Sharing
 from halfstep._program import Interpreter, bind_again
 
 
@@ -32,7 +32,7 @@ def run_as_written(plan: Plan, sharing: Sharing, *values: Any) -> list[Any]:
             for place, value in zip(_made(unit), made, strict=True):
                 run.write(unit.values[place], value)
         else:
-            run.once(unit.nodes if isinstance(unit, Island) else (unit,))
+            run.once(unit.nodes if isinstance(unit, Region) else (unit,))
     return list(map(run.read, plan.graph.outputs))
 
 
@@ -40,7 +40,7 @@ class _Run(Interpreter[Any]):
     """Runs each operation as it was traced."""
 
     def once(self, indices: Iterable[int]) -> None:
-        """Run operations, except those that ran before: an island may copy broadcasts."""
+        """Run operations, except those that ran before: a region may copy broadcasts."""
         for index in indices:
             if not all(number in self.values for number in self.graph.nodes[index].outs):
                 self.step(index)

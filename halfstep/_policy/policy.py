@@ -66,10 +66,9 @@ class Policy:
             (`None`), or float32 for results that may leave the range of float16.
         recipe: How products of activations and weights are computed in 8 or 4 bits: a `Recipe`, or
             the name of one of `RECIPES`.
-        residuals: `"e4m3"` or `"e5m2"` keeps the residuals for the backward pass in 8 bits, with a
-            scale for each row. Residuals are the factors of products, and the values from which
-            islands are recomputed. The forward pass does not change. `None` keeps the residuals in
-            the compute dtype.
+        residuals: `"e4m3"` or `"e5m2"` keeps the results of products for the backward pass in 8
+            bits, with a scale for each row, and everything else is recomputed from these. The
+            forward pass does not change. `None` keeps the residuals in the compute dtype.
         stores: Which results are kept for the backward pass, and how, operation by operation:
             `StoreRule`s, or strings: `("store:op:dot_general=e4m3",)`.
         mode: `"autocast"` decides operation by operation; `"inputs"` casts all arguments and leaves

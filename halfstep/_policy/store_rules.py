@@ -17,9 +17,11 @@ _PREFIX = "store:"
 class StoreRule:
     """How the results of some operations are kept for the backward pass.
 
-    The first matching rule of a policy wins. A policy with such rules keeps the results of
-    contractions unless a rule says otherwise, and recomputes everything else. Inside the user's own
-    `jax.checkpoint`, results are kept as its policy says unless a rule says otherwise.
+    The first matching rule of a policy wins. `"keep"` and `"recompute"` change single choices, and
+    everything else stays as it is by default. If a rule asks for fewer bits or for the host, or is
+    for all operations, results of contractions are kept unless a rule says otherwise, and
+    everything else is recomputed. Inside the user's own `jax.checkpoint`, results are kept as its
+    policy says unless a rule says otherwise.
 
     Attributes:
         outcome: `"keep"` (as they are, in 16 bits for most), `"e4m3"` or `"e5m2"` (in 8 bits, with

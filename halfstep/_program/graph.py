@@ -6,7 +6,8 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -231,6 +232,9 @@ class _Builder:
                 results = self.inline(inner.jaxpr, inner.consts, operands, source, line)
                 env.update(zip(equation.outvars, results, strict=True))
                 continue
+            if (number := _number(equation, operands)) is not None:
+                env[equation.outvars[0]] = number
+                continue
             outs = tuple(self.new(var.aval) for var in equation.outvars)
             env.update(zip(equation.outvars, outs, strict=True))
             self.nodes.append(
@@ -244,6 +248,35 @@ class _Builder:
                 )
             )
         return [read(atom) for atom in jaxpr.outvars]
+
+
+# These round as XLA does.
+_OF_NUMBERS = MappingProxyType(
+    {
+        **{"add": np.add, "div": np.divide, "mul": np.multiply, "sub": np.subtract},
+        **{"sqrt": np.sqrt, "convert_element_type": np.positive},
+    }
+)
+
+
+def _number(equation: core.JaxprEqn, operands: Sequence[Operand]) -> Constant | None:
+    """Return the number that arithmetic on numbers of the program makes, if it is that.
+
+    `x / jnp.sqrt(64.0)` is `x / 8` in other words, and runs as that does.
+    """
+    function = _OF_NUMBERS.get(equation.primitive.name)
+    numbers = [operand.value for operand in operands if _is_real_number(operand)]
+    if function is None or len(numbers) < len(operands):
+        return None
+    aval: Any = equation.outvars[0].aval
+    if aval.shape or aval.dtype != np.dtype(np.float32):
+        return None
+    with np.errstate(all="ignore"):
+        return Constant(function(*(np.asarray(one, aval.dtype) for one in numbers)), aval)
+
+
+def _is_real_number(operand: Operand) -> TypeGuard[Constant]:
+    return isinstance(operand, Constant) and np.asarray(operand.value).dtype.kind in "iuf"
 
 
 def _has_effect(equation: core.JaxprEqn) -> bool:

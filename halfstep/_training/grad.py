@@ -135,7 +135,6 @@ def filter_value_and_grad(
     axis_names: str | Sequence[str] = (),
     axis_reduction: Reduction = "sum",
     reduce_dtype: DTypeLike | None = None,
-    islands: bool = True,
     params: int | str | Sequence[int | str] = 0,
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Transform a loss like `eqx.filter_value_and_grad`, in mixed precision with loss scaling.
@@ -176,7 +175,6 @@ def filter_value_and_grad(
             default. It is also the dtype in which matrix products return the gradients of weights,
             and so the dtype in which `jit` sums them over devices: by default float32 if the
             compute dtype is float16, otherwise the compute dtype.
-        islands: Whether float32 regions are recomputed for the gradient instead of stored.
         params: Which arguments hold parameters, by position or name: the first, which is
             differentiated, and others if there are frozen ones. Parameters do not widen the values
             that they are combined with.
@@ -224,9 +222,7 @@ def filter_value_and_grad(
     settings = None
     # Nothing is rewritten if all is float32, or if the policy casts arguments instead.
     if policy.mode == "autocast" and policy.compute.itemsize < 4:
-        settings = settings_of(
-            policy, islands=islands, reduce_dtype=_contraction_dtype(wire, policy.compute, axes)
-        )
+        settings = settings_of(policy, reduce_dtype=_contraction_dtype(wire, policy.compute, axes))
     gradient = _Gradient(
         func=func,
         scaling=scaling,

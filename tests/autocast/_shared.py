@@ -44,3 +44,8 @@ def named(func: Callable, name: str, *args: Any) -> list[Any]:
 
 def rounded(x: Any, policy: str) -> Any:
     return x.astype(compute(policy)).astype(jnp.float32)
+
+
+def stored_as(policy: str, islands: bool) -> str:
+    """A policy; without islands, one that stores what JAX stores by itself."""
+    return policy if islands else f"{policy},store:op:*=keep"

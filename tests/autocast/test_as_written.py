@@ -18,6 +18,7 @@ from tests.autocast._shared import (
     compute,
     every_format,
     half_eps,
+    stored_as,
     with_and_without_islands,
 )
 
@@ -47,7 +48,7 @@ def test_a_debug_print_happens_once(islands: bool, capfd: pytest.CaptureFixture[
         jax.debug.print("the sum is {}", jnp.sum(h) > 0)
         return jnp.sum(jnp.exp(-h))
 
-    jax.jit(jax.grad(autocast(loss, islands=islands)))(W, X)
+    jax.jit(jax.grad(autocast(loss, stored_as("bf16", islands))))(W, X)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("the sum is True") == 1
 
@@ -64,7 +65,7 @@ def test_callbacks_run_once_in_order(islands: bool):
 
         return jnp.sum(jax.lax.scan(turn, x, jnp.arange(3))[1])
 
-    jax.jit(jax.grad(autocast(loss, islands=islands)))(W, X)
+    jax.jit(jax.grad(autocast(loss, stored_as("bf16", islands))))(W, X)
     jax.effects_barrier()
     # The callback gets the dtype that it was written for.
     assert seen == [(i, np.dtype(np.float32)) for i in range(3)]
@@ -84,7 +85,7 @@ def test_a_callback_with_a_result_runs_once(islands: bool):
         seen = jax.experimental.io_callback(host, shape, jax.lax.stop_gradient(h))
         return jnp.sum(jnp.exp(-h) * jnp.exp(seen) + seen)
 
-    jax.jit(jax.grad(autocast(loss, islands=islands)))(W, X)
+    jax.jit(jax.grad(autocast(loss, stored_as("bf16", islands))))(W, X)
     jax.effects_barrier()
     assert calls == [np.dtype(np.float32)]
 
@@ -119,7 +120,7 @@ def test_random_draws_are_the_same_with_and_without(policy: str):
     key = jax.random.key(3)
     exact = draws(W, key)
     for islands in (True, False):
-        ours = autocast(draws, policy, islands=islands)(W, key)
+        ours = autocast(draws, stored_as(policy, islands))(W, key)
         np.testing.assert_array_equal(ours[0], exact[0])
         np.testing.assert_array_equal(ours[1], exact[1])
         np.testing.assert_array_equal(ours[2], exact[2])
@@ -136,7 +137,7 @@ def test_dropout_drops_the_same_forward_and_backward(policy: str, islands: bool,
         return jnp.sum(dropped), dropped
 
     key = jax.random.PRNGKey(5) if legacy else jax.random.key(5)
-    func = autocast(loss, policy, islands=islands)
+    func = autocast(loss, stored_as(policy, islands))
     x = jnp.zeros((16, 4))
     gradient, dropped = jax.grad(func, argnums=1, has_aux=True)(W, x, key)
     assert {0.0, 2.0} == set(np.unique(dropped))
@@ -465,7 +466,7 @@ def test_no_contraction_is_made_again(policy: str):
 
 @every_format
 def test_without_islands_nothing_is_computed_again(policy: str):
-    func = autocast(model, policy, islands=False)
+    func = autocast(model, f"{policy},store:op:*=keep")
     for name in ("checkpoint", "remat", "remat2"):
         assert not named(name, func, PARAMS, X)
 
@@ -474,7 +475,7 @@ def test_without_islands_nothing_is_computed_again(policy: str):
 def test_no_dot_is_computed_twice(policy: str):
     counts = [
         len(named("dot_general", jax.grad(func), PARAMS, X))
-        for func in (model, autocast(model, policy), autocast(model, policy, islands=False))
+        for func in (model, autocast(model, policy), autocast(model, f"{policy},store:op:*=keep"))
     ]
     assert counts[0] == counts[1] == counts[2]
 

@@ -12,6 +12,7 @@ from halfstep._autocast.planning import LARGEST
 from halfstep._autocast.tracing import trace
 from halfstep._autocast.transform import settings_of
 from halfstep._policy.policy import as_policy
+from tests.autocast._shared import stored_as
 
 pytestmark = pytest.mark.core
 W = {"a": jnp.eye(4) * 1000.0, "b": jnp.eye(4)}
@@ -36,14 +37,14 @@ def scanned(w, x):
 @pytest.mark.parametrize("func", [squared, scanned])
 def test_what_was_finite_stays_finite(func: Any, islands: bool):
     expected = func(W, X)
-    found = halfstep.autocast(func, "f16", islands=islands)
+    found = halfstep.autocast(func, stored_as("f16", islands))
     for value in (found(W, X), jax.jit(found)(W, X)):
         assert value == pytest.approx(float(expected), rel=2**-8)
 
 
 @pytest.mark.parametrize("islands", [True, False])
 def test_gradients_are_those_of_float32(islands: bool):
-    found = jax.grad(halfstep.autocast(squared, "f16", islands=islands))(W, X)
+    found = jax.grad(halfstep.autocast(squared, stored_as("f16", islands)))(W, X)
     expected = jax.grad(squared)(W, X)
     for name in W:
         assert np.allclose(found[name], expected[name], rtol=2**-6, atol=2**-9)

@@ -10,6 +10,7 @@ import pytest
 
 import halfstep
 from tests._jaxprs import equations
+from tests.autocast._shared import stored_as
 
 pytestmark = pytest.mark.core
 
@@ -149,7 +150,116 @@ def test_gradients_are_those_of_what_is_stored(policy: str):
         errors = [
             optax.tree.norm(jax.tree.map(jnp.subtract, found, exact)) / optax.tree.norm(exact)
             for islands in (True, False)
-            for found in [jax.grad(halfstep.autocast(loss_of, policy, islands=islands))(params, x)]
+            for found in [
+                jax.grad(halfstep.autocast(loss_of, stored_as(policy, islands)))(params, x)
+            ]
         ]
         # What is made again is rounded where the stored value was.
         assert errors[0] <= errors[1] + halfstep.FORMATS[policy].eps, errors
+
+
+# Rules change single choices, and nothing else.
+
+
+def all_kept(policy: str) -> list[str]:
+    rows = halfstep.explain(written_out, policy)(*shapes()).residuals
+    return sorted(str(row.type) for row in rows if row.bytes >= TOKENS * WIDTH)
+
+
+def test_a_rule_changes_one_choice():
+    before = all_kept("bf16")
+    gelu = [f"f32[{TOKENS},{4 * WIDTH}]"] * 2 * LAYERS
+    # An activation function takes a hyperbolic tangent, which is float32.
+    assert all_kept("bf16,store:op:tanh=keep") == sorted([*before, *gelu])
+    # What is made of it is not stored either, but made again for the product that reads it.
+    without = list(before)
+    for _ in range(LAYERS):
+        without.remove(f"bf16[{TOKENS},{4 * WIDTH}]")
+    assert all_kept("bf16,store:op:tanh=recompute") == without
+    scores = [f"bf16[{HEADS},{TOKENS},{TOKENS}]"] * 2 * LAYERS
+    assert all_kept("bf16,store:op:dot_general=keep") == sorted([*before, *scores])
+
+
+def test_a_rule_for_a_value_within_scores():
+    square = f"[{HEADS},{TOKENS},{TOKENS}]"
+    kept = [text for text in all_kept("bf16,store:op:exp=keep") if text.endswith(square)]
+    # What the rule keeps is float32, and what is made of it, and the scores, are stored.
+    assert f"f32{square}" in kept
+
+
+def counted(func: Any, names: tuple[str, ...]) -> dict[str, int]:
+    """How many operations of some names the gradient of a function has."""
+    found = [
+        one.primitive.name for one in equations(jax.make_jaxpr(jax.grad(func))(*shapes()).jaxpr)
+    ]
+    return {name: found.count(name) for name in names}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_product_that_a_rule_makes_again(number: int):
+    plain, ruled = (
+        counted(halfstep.autocast(written_out, policy), ("dot_general",))["dot_general"]
+        for policy in ("bf16", f"bf16,store:op:dot_general#{number}=recompute")
+    )
+    # The scores are made again in any case: they are the second product of a layer.
+    assert ruled == plain + (number != 1)
+
+
+@pytest.mark.parametrize("func", [loss, written_out])
+def test_with_everything_stored_nothing_is_made_again(func: Any):
+    names = "dot_general", "exp", "tanh", "reduce_max"
+    kept = halfstep.autocast(func, "bf16,store:op:*=keep")
+    assert counted(kept, names) == counted(func, names)
+    assert counted(halfstep.autocast(func, "bf16"), names) != counted(func, names)
+
+
+# A norm straight after an embedding.
+
+
+def layer_norm(x: Any, scale: Any) -> Any:
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    return centered * jax.lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def rms_norm(x: Any, scale: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+LOOKUPS: dict[str, Any] = {
+    "indexed": lambda table, ids: table[ids],
+    "taken": lambda table, ids: jnp.take(table, ids, axis=0),
+    "mapped": lambda table, ids: jax.vmap(lambda one: table[one])(ids),
+    "scaled": lambda table, ids: table[ids] * WIDTH**0.5,
+    "with positions": lambda table, ids: table[ids] + table[:TOKENS],
+    "one-hot": lambda table, ids: jax.nn.one_hot(ids, 2 * WIDTH) @ table,
+}
+
+
+@pytest.mark.rows(6)
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_a_norm_after_an_embedding_keeps_no_float32(lookup: str, norm: Any, scan: bool):
+    def loss(params: Any, ids: Any) -> Any:
+        def block(x: Any, weights: Any) -> tuple[Any, None]:
+            hidden = jax.nn.gelu(norm(x, weights["scale"]) @ weights["up"])
+            return x + hidden @ weights["down"], None
+
+        x = LOOKUPS[lookup](params["table"], ids)
+        if scan:
+            x, _ = jax.lax.scan(block, x, params["blocks"])
+        else:
+            for number in range(LAYERS):
+                part = jax.tree.map(lambda leaf, number=number: leaf[number], params["blocks"])
+                x, _ = block(x, part)
+        return -jnp.mean(jax.nn.log_softmax(x @ params["table"].T)[..., 0])
+
+    sizes = {"scale": (1, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    blocks = {
+        name: jax.ShapeDtypeStruct((LAYERS, *size), "float32") for name, size in sizes.items()
+    }
+    params = {"table": jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), "float32"), "blocks": blocks}
+    ids = jax.ShapeDtypeStruct((TOKENS,), "int32")
+    rows = halfstep.explain(loss, "bf16")(params, ids).residuals
+    wide = [str(row.type) for row in rows if str(row.type).endswith(f"{TOKENS},{WIDTH}]")]
+    assert not [text for text in wide if text.startswith("f32")]

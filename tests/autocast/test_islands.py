@@ -13,14 +13,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import halfstep
+from halfstep._autocast.again.recompute import _by_bits
+from halfstep._autocast.again.regions import Region, schedule
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.planning import plan
 from halfstep._autocast.plans import Settings
-from halfstep._autocast.recomputed.islands import Island, schedule
-from halfstep._autocast.recomputed.recompute import _by_bits
 from halfstep._program import spelled
 from halfstep._program.graph import graph_of
 from tests._jaxprs import contractions, equations
+from tests.autocast._shared import stored_as
 from tests.models.vit import ViT, loss
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
@@ -54,7 +55,7 @@ def activations(arrays: list[Any], dtype: Any) -> int:
 
 def test_no_float32_activation_is_stored(vit: tuple[Any, Any, Any]):
     low = stored(halfstep.autocast(loss, "bf16"), *vit)
-    without = stored(halfstep.autocast(loss, "bf16", islands=False), *vit)
+    without = stored(halfstep.autocast(loss, "bf16,store:op:*=keep"), *vit)
     full = stored(loss, *vit)
     assert activations(low, jnp.float32) == 0
     assert activations(low, jnp.bfloat16) > 0
@@ -91,21 +92,21 @@ def test_gradients_are_as_close_as_by_hand(vit: tuple[Any, Any, Any]):
     assert error(halfstep.autocast(loss, "bf16")) <= error(by_hand)
 
 
-def islands_of(func: Any, *args: Any, first: Kind = Kind.LOW) -> list[Island]:
+def islands_of(func: Any, *args: Any, first: Kind = Kind.LOW) -> list[Region]:
     graph = graph_of(jax.make_jaxpr(func)(*args))
     made = plan(graph, [first] * len(graph.inputs), Settings(BF16))
     units = schedule(made, [Kind.WIDE] * len(graph.outputs))
-    flat = [i for unit in units for i in (unit.nodes if isinstance(unit, Island) else (unit,))]
+    flat = [i for unit in units for i in (unit.nodes if isinstance(unit, Region) else (unit,))]
     assert sorted(flat) == list(range(len(graph.nodes))), "everything runs, once"
     ready = {*graph.inputs, *(number for number, _ in graph.constants)}
     for unit in units:
-        members = unit.nodes if isinstance(unit, Island) else (unit,)
-        if isinstance(unit, Island):
+        members = unit.nodes if isinstance(unit, Region) else (unit,)
+        if isinstance(unit, Region):
             assert set(unit.inputs) <= ready
         for index in members:
             assert {o for o in graph.nodes[index].ins if isinstance(o, int)} <= ready
             ready |= set(graph.nodes[index].outs)
-    return [unit for unit in units if isinstance(unit, Island)]
+    return [unit for unit in units if isinstance(unit, Region)]
 
 
 X = jnp.ones((8, 8))
@@ -129,7 +130,7 @@ def test_what_is_made_of_a_reduced_value_is_recomputed_too(policy: str):
         return jnp.log(jnp.sum(jnp.exp(x @ x), axis=-1))
 
     assert wide(halfstep.autocast(func, policy), X) == []
-    assert (8,) in wide(halfstep.autocast(func, policy, islands=False), X)
+    assert (8,) in wide(halfstep.autocast(func, f"{policy},store:op:*=keep"), X)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
@@ -151,7 +152,7 @@ def test_float32_of_a_parameter_that_is_stored_low_is_recomputed(func: Any, poli
         return jnp.sum(func(w) @ x)
 
     assert wide(halfstep.autocast(loss, policy), w, X) == []
-    assert (16, 8) in wide(halfstep.autocast(loss, policy, islands=False), w, X)
+    assert (16, 8) in wide(halfstep.autocast(loss, f"{policy},store:op:*=keep"), w, X)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "f16"])
@@ -216,7 +217,7 @@ def test_without_islands_nothing_is_computed_again():
         return jnp.sum(jax.nn.softmax(x @ x))
 
     def names(islands: bool) -> set[str]:
-        low = halfstep.autocast(func, "bf16", islands=islands)
+        low = halfstep.autocast(func, stored_as("bf16", islands))
         return {spelled(equation)[0].name for equation in equations(jax.make_jaxpr(low)(X))}
 
     assert names(True) - names(False) <= {"checkpoint", "remat", "remat2"}
@@ -245,7 +246,7 @@ def test_the_difference_from_the_maximum_is_not_stored():
     graph = graph_of(jax.make_jaxpr(func)(X))
     made = plan(graph, [Kind.LOW], Settings(BF16))
     units = schedule(made, [Kind.WIDE] * 2)
-    (island,) = (unit for unit in units if isinstance(unit, Island))
+    (island,) = (unit for unit in units if isinstance(unit, Region))
     (sub,) = (index for index, node in enumerate(graph.nodes) if node.name == "sub")
     assert sub in island.nodes
     assert sub not in units
@@ -261,7 +262,7 @@ def test_what_is_spread_and_read_elsewhere_too_is_spread_again():
     graph = graph_of(jax.make_jaxpr(func)(X))
     made = plan(graph, [Kind.LOW], Settings(BF16))
     units = schedule(made, [Kind.WIDE] * 2)
-    (island,) = (unit for unit in units if isinstance(unit, Island))
+    (island,) = (unit for unit in units if isinstance(unit, Region))
     (spread,) = (i for i, node in enumerate(graph.nodes) if node.name == "broadcast_in_dim")
     assert spread in island.nodes
     assert spread in units

@@ -20,6 +20,7 @@ from tests.autocast._shared import (
     half_eps,
     named,
     rounded,
+    stored_as,
     with_and_without_islands,
 )
 
@@ -40,7 +41,7 @@ def test_a_float32_zeros_carry_becomes_low_with_the_body(policy: str, islands: b
         return jax.lax.scan(turn, jnp.zeros((2, 4)), xs)
 
     xs = jnp.ones((3, 2, 4))
-    func = autocast(rnn, policy, islands=islands)
+    func = autocast(rnn, stored_as(policy, islands))
     gradient = jax.grad(lambda w, xs: jnp.sum(func(w, xs)[1]))
     low = (str(compute(policy)),) * 2
     assert set(dots(func, W, xs)) == set(dots(gradient, W, xs)) == {low}

@@ -11,7 +11,7 @@ import pytest
 
 import halfstep
 from halfstep import DynamicLossScaling
-from tests.autocast._shared import every_format, rounded, with_and_without_islands
+from tests.autocast._shared import every_format, rounded, stored_as, with_and_without_islands
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("standard_promotion")]
 
@@ -93,7 +93,7 @@ def test_exact_to_float32_of_what_a_product_makes(name: str, policy: str, island
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(3 * rng.standard_normal((16, 16)), jnp.float32) for _ in range(2))
     product = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
-    got = halfstep.autocast(lambda w, x: func(x @ w), policy, islands=islands)(w, x)
+    got = halfstep.autocast(lambda w, x: func(x @ w), stored_as(policy, islands))(w, x)
     # The same float32 operations, which the compiler may fuse otherwise: a few last places.
     single = halfstep.FORMATS["f32"].eps
     np.testing.assert_allclose(got, func(product), rtol=16 * single, atol=16 * single)
@@ -113,7 +113,9 @@ QUOTIENTS = {
 @pytest.mark.parametrize("name", QUOTIENTS)
 def test_a_product_over_a_number_stays_in_the_compute_dtype(name: str, policy: str, islands: bool):
     func, is_low = QUOTIENTS[name]
-    got = halfstep.autocast(lambda w, x: func(x @ w), policy, islands=islands)(jnp.eye(8), NUMBERS)
+    got = halfstep.autocast(lambda w, x: func(x @ w), stored_as(policy, islands))(
+        jnp.eye(8), NUMBERS
+    )
     exact = func(rounded(NUMBERS, policy))
     # A reciprocal that is rounded, and a product that is; else a few last places of float32.
     eps = halfstep.FORMATS[policy if is_low else "f32"].eps

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import io_callback
 
 import halfstep
+from tests.autocast._shared import stored_as
 
 pytestmark = pytest.mark.core
 W, X = jnp.eye(3), jnp.ones((2, 3))
@@ -16,7 +17,7 @@ every_form = pytest.mark.parametrize("islands", [True, False])
 
 
 def autocast(func: Any, islands: bool, policy: str = "bf16") -> Any:
-    return halfstep.autocast(func, policy, islands=islands)
+    return halfstep.autocast(func, stored_as(policy, islands))
 
 
 @every_form

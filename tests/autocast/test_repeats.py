@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 import halfstep
 from halfstep._autocast import run
-from halfstep._autocast.recomputed import replay, signatures
+from halfstep._autocast.again import replay, signatures
 from halfstep._program import Finder
 from tests._jaxprs import contractions, equations
 
@@ -106,7 +106,7 @@ def test_what_differs_is_not_shared(layer, count: int, given, monkeypatch):
     assert len(islands) == LAYERS
     assert distinct(islands) == count
     shared = found()
-    monkeypatch.setattr(signatures.Signatures, "island", lambda *_: object())
+    monkeypatch.setattr(signatures.Signatures, "region", lambda *_: object())
     jax.tree.map(np.testing.assert_array_equal, shared, found())
 
 
@@ -259,7 +259,7 @@ def test_layers_that_return_something_without_a_derivative(given, monkeypatch):
 
     def found() -> Any:
         counts = jnp.ones(3) / 8
-        return jax.grad(halfstep.autocast(loss, "bf16", islands=False))(list(weights), x, counts)
+        return jax.grad(halfstep.autocast(loss, "bf16,store:op:*=keep"))(list(weights), x, counts)
 
     shared = found()
     apart(monkeypatch)

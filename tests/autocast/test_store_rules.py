@@ -10,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep import Policy, StoreRule
-from halfstep._autocast.saved.int4 import BLOCK, pack, unpack
+from halfstep._autocast.stored.int4 import BLOCK, pack, unpack
 from tests._jaxprs import equations
 from tests.autocast.test_stores import HIDDEN, LAYERS, ROWS, WIDTH, dots, over_layers, saved, start
 from tests.f8.test_frameworks import cosine, flat

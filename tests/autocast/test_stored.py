@@ -10,6 +10,7 @@ import pytest
 import halfstep
 from halfstep import optim
 from tests._jaxprs import contractions, equations
+from tests.autocast._shared import stored_as
 
 pytestmark = [pytest.mark.core, pytest.mark.types]
 
@@ -59,7 +60,7 @@ def test_as_if_they_were_float32(policy: str, islands: bool):
     # The same values, so that all that differs is how they are stored.
     exact = jax.tree.map(lambda p: p.astype(jnp.float32), large)
     x = jax.random.normal(jax.random.key(1), (64, 64))
-    func = halfstep.autocast(loss, policy, islands=islands)
+    func = halfstep.autocast(loss, stored_as(policy, islands))
     value, grads = jax.jit(jax.value_and_grad(func))(large, x)
     wanted, exact_grads = jax.jit(jax.value_and_grad(func))(exact, x)
     eps = halfstep.FORMATS[policy].eps

@@ -119,10 +119,10 @@ LAYERS = {"small GPT": 1, "ViT": 2, "small BERT": 1}
 @pytest.mark.parametrize("remat", [REMAT, DOTS, PLAIN])
 @pytest.mark.usefixtures("standard_promotion")
 def test_rounded_programs_are_what_they_are_called(model: str, remat: str | None):
-    """Each layer is under the user's own `jax.checkpoint`, or none is and there are no islands."""
+    """Each layer is under the user's own `jax.checkpoint`, or none is and nothing is made again."""
     name = f"{model}, {remat}" if remat else model
     (program,) = (one for one in PROGRAMS if one.group == "rounded" and one.model.name == name)
-    assert program.step == ("bf16" if remat else "bf16, islands=False")
+    assert program.step == ("bf16" if remat else "bf16, all stored")
     arrays, rest = eqx.partition(program.model.shape(), lambda leaf: hasattr(leaf, "shape"))
 
     def loss(arrays: Any, *batch: Any) -> Any:

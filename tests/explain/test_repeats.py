@@ -26,7 +26,7 @@ def _loss(weights: Any, x: Any) -> Any:
 def test_layers_store_the_same_alone_and_together(monkeypatch: pytest.MonkeyPatch):
     shared = halfstep.explain(_loss, "bf16")(_WEIGHTS, _X)
     # Without occurrences enough, nothing is shared.
-    monkeypatch.setattr("halfstep._autocast.recomputed.repeats._FEWEST_OCCURRENCES", 100)
+    monkeypatch.setattr("halfstep._autocast.again.repeats._FEWEST_OCCURRENCES", 100)
     alone = halfstep.explain(_loss, "bf16")(_WEIGHTS, _X)
     assert shared.to_dict() == alone.to_dict()
     scopes = {found.scope for found in shared.residuals}

@@ -76,7 +76,7 @@ def test_what_is_stored_is_not_float32():
 
 
 def test_without_islands_float32_is_stored():
-    found = totals(mlp, PARAMS, X, islands=False)
+    found = totals(mlp, PARAMS, X, policy="bf16,store:op:*=keep")
     assert found.stored["f32"] == 4 * X.size
     assert (found.islands, found.again_flops) == (0, 0)
 
@@ -92,7 +92,7 @@ def test_casts_of_weights_in_a_loop_are_told_apart():
     def func(w: Any, x: Any) -> Any:
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
-    found = totals(func, shape(3, 1024, 1024), X, islands=False)
+    found = totals(func, shape(3, 1024, 1024), X, policy="bf16,store:op:*=keep")
     assert found.stored_casts == {"bf16": 2 * 3 * W.size}
     # By default they are cast again: the weights live anyway.
     found = totals(func, shape(3, 1024, 1024), X)

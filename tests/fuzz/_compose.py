@@ -116,7 +116,7 @@ class Composition:
         outer: What is around the program, inner first.
         derivative: What is differentiated, one of `DERIVATIVES`.
         half: `"bf16"` or `"f16"`.
-        islands: As of `autocast`.
+        islands: Whether anything is made again for the backward pass.
         run: How halfstep's program is run: `"compiled"`, `"eager"`, or `"in NumPy"`, where every
             operation is rounded to the nearest number. That takes no time to compile, so that
             most short programs are run like this.

@@ -176,7 +176,8 @@ def as_halfstep_runs(made: Composition, arithmetic: Any = None, **options: Any) 
         **options: Instead of the composition's own, for `autocast`.
     """
     program = functools.partial(program_of(made), arithmetic or Plain())
-    options = {"policy": made.half, "islands": made.islands, **options}
+    policy = made.half if made.islands else f"{made.half},store:op:*=keep"
+    options = {"policy": policy, **options}
     if made.derivative != "filter":
         return derived(made, program, lambda program: halfstep.autocast(program, **options))
     scaling = halfstep.StaticLossScaling(SCALE) if made.half == "f16" else halfstep.NoLossScaling()

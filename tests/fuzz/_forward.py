@@ -87,7 +87,7 @@ def _array(leaf: Any) -> np.ndarray:
 def ways(case: Case, compute: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the program with its values stored in other ways."""
     function = case.function()
-    yield "islands=False", halfstep.autocast(function, compute, islands=False)
+    yield "all stored", halfstep.autocast(function, f"{compute},store:op:*=keep")
     for name, policy in PRESETS.items():
         yield f"all, {name}", halfstep.autocast(jax.checkpoint(function, policy=policy), compute)
         parts = in_parts(case, functools.partial(jax.checkpoint, policy=policy))

@@ -181,7 +181,7 @@ def random_setting(reference: "Reference") -> Setting:
         case "recipe":
             compute, fields["recipe"] = "bf16", choice.choice(("f8", "f8-e4m3", "f8-row"))
         case "islands":
-            options["islands"] = False
+            fields["stores"] = ("store:op:*=keep",)
         case "params":
             options["params"] = choice.choice(("parameters", (0, 1), ()))
         case _:

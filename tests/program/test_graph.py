@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 import halfstep
-from halfstep._program import graph_of
+from halfstep._program import Constant, graph_of
 
 SIZES = jnp.asarray([2, 3])
 
@@ -51,3 +51,18 @@ def test_dead_code_that_jax_cannot_map_is_not_mapped():
     wanted = jax.vmap(jax.grad(loss))(weights, values)
     made = jax.vmap(jax.grad(halfstep.autocast(loss, "bf16")))(weights, values)
     assert jnp.allclose(made, wanted, rtol=8 * jnp.finfo(jnp.bfloat16).eps)
+
+
+def test_arithmetic_on_numbers_is_a_number():
+    def scaled(x: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.float32(64)) + 1 / jnp.sqrt(16.0)
+
+    graph = graph_of(jax.make_jaxpr(scaled)(jnp.ones(2)))
+    assert [node.name for node in graph.nodes] == ["div", "add"]
+    numbers = [
+        float(one.value) for node in graph.nodes for one in node.ins if isinstance(one, Constant)
+    ]
+    assert numbers == [8, 0.25]
+    # A product of numbers that is not float32 stays, and so does arithmetic on values.
+    whole = graph_of(jax.make_jaxpr(lambda x: x * jnp.sin(jnp.sqrt(2.0)))(jnp.ones(2)))
+    assert [node.name for node in whole.nodes] == ["sin", "mul"]

@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend import core
 
 from halfstep._autocast import (
+    Again,
     Plan,
-    Segment,
+    Region,
     Surroundings,
     crossing,
     held_bytes,
@@ -28,7 +29,7 @@ from halfstep._autocast import (
     lines_of,
     operation_of,
     out_kinds,
-    segments,
+    schedule,
 )
 from halfstep._explain import operation_flops
 from halfstep._policy import Operation, StoreRule
@@ -174,13 +175,13 @@ def _inside(
 ) -> Iterator[tuple[Plan, tuple[int, ...], int, bool]]:
     in_loop = place is Surroundings.LOOP
     saves = plan.settings.saves
-    if saves is not None and saves.is_own:
+    if saves.again is Again.MOST:
         # The segments of the whole function are those of one that stores nothing, so they are not
         # split.
-        for unit in segments(plan, out_kinds(plan), place):
-            if isinstance(unit, Segment):
+        for unit in schedule(plan, out_kinds(plan), place):
+            if isinstance(unit, Region):
                 yield plan, unit.nodes, times, in_loop
-    elif saves is not None and saves.saves_anything:
+    elif saves.names_values:
         # The plan is inside the user's own `jax.checkpoint`.
         alone = [index for index in range(len(plan.decisions)) if not is_apart(plan, index)]
         yield plan, tuple(alone), times, True

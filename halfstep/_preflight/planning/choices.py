@@ -8,7 +8,7 @@ import numpy as np
 from halfstep._autocast import stored_bytes
 from halfstep._policy import Policy, StoreOutcome, StoreRule
 from halfstep._preflight.planning.addresses import Addresses, Family, Group
-from halfstep._preflight.planning.candidates import Place, Tape
+from halfstep._preflight.planning.candidates import EVERYTHING, Place, Tape
 from halfstep._preflight.planning.selection import Form, Problem, Recomputation, Selection
 from halfstep._preflight.target.accelerators import Accelerator
 
@@ -53,15 +53,15 @@ class Choices:
             given: dict[int, StoreOutcome] = {
                 number: outcomes[number] for number in family.groups if number in outcomes
             }
-            # Write one rule for all layers if all of them have the same outcome. A value that is in
-            # no group is recomputed in any case.
+            # Write one rule for all layers if all of them have the same outcome.
             is_alike = len(given) == len(family.groups) and len(set(given.values())) == 1
             outcome = next(iter(given.values()), None)
             if is_alike and outcome is not None and (family.is_whole or outcome == "recompute"):
                 rules.append(dataclasses.replace(family.rule, outcome=outcome))
             else:
                 rules += [self.groups[number].with_outcome(x) for number, x in given.items()]
-        return dataclasses.replace(base, stores=(*base.stores, *rules))
+        # Without the last rule, some values that are in no group would be stored by default.
+        return dataclasses.replace(base, stores=(*base.stores, *rules, EVERYTHING))
 
     def with_errors(self, errors: Mapping[tuple[int, str], float]) -> "Choices":
         """Return the same choices with the measured squared error that each form adds."""

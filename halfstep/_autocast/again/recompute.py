@@ -1,4 +1,4 @@
-"""Recompute islands in a form that XLA does not undo, and that does not hinder XLA.
+"""Make regions again in a form that XLA does not undo, and that does not hinder XLA.
 
 `jax.checkpoint` puts a barrier on both the saved inputs and the incoming cotangents, so that XLA
 merges neither with anything. XLA:GPU needs something in both places: without a barrier on the
@@ -10,7 +10,6 @@ where the two passes are apart anyway, or after the last contraction, where noth
 the passes.
 """
 
-import enum
 import functools
 from collections.abc import Callable, Collection, Sequence
 from types import MappingProxyType
@@ -24,43 +23,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from halfstep._autocast.again.replay import pushed_as_one
 from halfstep._autocast.custom_rules import zero_tangent
-from halfstep._autocast.nested import RECOMPUTED
-from halfstep._autocast.recomputed.replay import pushed_as_one
-from halfstep._autocast.saved.float8 import keep, restore
-from halfstep._base import settled
-from halfstep._policy import Factor
-from halfstep._program import Scan, While
-
-
-class Surroundings(enum.Enum):
-    """Where a plan runs, which determines what XLA sees next to it."""
-
-    WHOLE = "the whole function"
-    LOOP = "in the body of a loop, whose backward pass is another loop"
-    WITHIN = "in anything else: the backward pass follows, and something may lie between"
-    LAST = "in a function that the user recomputes, and after which no contraction comes"
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no contraction comes after it."""
-        return self in (Surroundings.WHOLE, Surroundings.LAST)
-
-    def within(self, name: str, *, is_last: bool) -> "Surroundings":
-        """Return the surroundings of the functions inside an operation.
-
-        Args:
-            name: The primitive.
-            is_last: Whether no contraction comes after the operation in these surroundings.
-        """
-        if name in (*Scan.names, *While.names):
-            return Surroundings.LOOP
-        if name in RECOMPUTED and self.is_last and is_last:
-            return Surroundings.LAST
-        # Both passes of a function that the user recomputes are in the body of one loop.
-        is_loop = self is Surroundings.LOOP and name not in RECOMPUTED
-        return Surroundings.LOOP if is_loop else Surroundings.WITHIN
-
+from halfstep._autocast.stored.names import only_stores
 
 Function = Callable[..., tuple[Any, ...]]
 
@@ -69,25 +34,28 @@ def recomputed(
     func: Function,
     *,
     barred: bool,
-    kept: Factor | None = None,
     only_gpu: bool = False,
     factors: Collection[int] = (),
+    has_names: bool = False,
 ) -> Function:
     """Return a function whose inside is recomputed for its derivatives.
 
     Args:
         func: A function of arrays, without effects.
         barred: Whether XLA must be kept from merging both computations into one.
-        kept: How its arguments are kept, if not as they are.
         only_gpu: Whether only XLA:GPU must be kept from it; others then merge both.
         factors: Positions of arguments that products inside read: see `_by_bits`.
+        has_names: Whether values inside are stored, under the names of stores.
 
     Returns:
-        A function with the same results, whose derivatives store nothing but its arguments.
+        A function with the same results, whose derivatives store its arguments, and values inside
+        that are named.
     """
-    if not barred and kept is None:
+    if has_names:
+        return jax.checkpoint(func, prevent_cse=barred, policy=only_stores)
+    if not barred:
         return jax.checkpoint(func, prevent_cse=False)
-    return _again(func, barred=barred, kept=kept, only_gpu=only_gpu, factors=factors)
+    return _again(func, only_gpu=only_gpu, factors=factors)
 
 
 def _traced_once(func: Function) -> Function:
@@ -104,14 +72,7 @@ def _traced_once(func: Function) -> Function:
     return call
 
 
-def _again(
-    func: Function,
-    *,
-    barred: bool,
-    kept: Factor | None,
-    only_gpu: bool,
-    factors: Collection[int],
-) -> Function:
+def _again(func: Function, *, only_gpu: bool, factors: Collection[int]) -> Function:
     # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
     # out for TPUs only. So the derivative is written here. The values come out of the function as
     # it is, and the tangents out of a second copy of it, which begins behind a barrier of our own.
@@ -124,13 +85,10 @@ def _again(
 
     # Traced once, however often it is called: unrolled layers share it.
     @functools.cache
-    def pushing(moving: tuple[int, ...], dtypes: tuple[Any, ...]) -> Callable[..., Any]:
+    def pushing(moving: tuple[int, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             # Everything is recomputed from these values, so that nothing else has to be stored.
-            held = list(primals)
-            if barred:
-                held = _held_apart(primals, only_gpu=only_gpu, factors=factors)
-            held = [restore(value, dtype) for value, dtype in zip(held, dtypes, strict=True)]
+            held = _held_apart(primals, only_gpu=only_gpu, factors=factors)
 
             def moved(*values: Any) -> tuple[Any, ...]:
                 given = list(held)
@@ -139,7 +97,7 @@ def _again(
                 return func(*given)
 
             _, made = jax.jvp(moved, [held[i] for i in moving], list(tangents))
-            if not barred or only_gpu:
+            if only_gpu:
                 return made
             return tuple(_barred_but_on_tpu(out) if _moves(out) else out for out in made)
 
@@ -150,11 +108,7 @@ def _again(
         results = outer(*primals)
         if not moving:
             return results, tuple(map(zero_tangent, results))
-        dtypes = tuple(primal.dtype for primal in primals)
-        # Values are settled first: 8 bits of a value that XLA left unrounded would differ from
-        # 8 bits of the value that every other reader sees.
-        held = list(primals) if kept is None else [keep(settled(x), kept) for x in primals]
-        return results, pushing(moving, dtypes)(held, [tangents[i] for i in moving])
+        return results, pushing(moving)(list(primals), [tangents[i] for i in moving])
 
     outer.defjvp(rule, symbolic_zeros=True)
     return outer
@@ -172,7 +126,7 @@ def _barred_but_on_tpu(tangent: jax.Array) -> jax.Array:
     )
 
 
-# The saved inputs of an island, as the recomputation reads them.
+# The saved inputs of a region, as the recomputation reads them.
 
 _apart = Primitive("halfstep_apart")
 _UNSIGNED = MappingProxyType({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64})
@@ -180,16 +134,14 @@ _UNSIGNED = MappingProxyType({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uin
 
 def _held_apart(values: Sequence[Any], *, only_gpu: bool, factors: Collection[int]) -> list[Any]:
     """Return the same values, so that XLA merges no copies of what is made of them."""
-    leaves, structure = jax.tree.flatten(list(values))
     made = {
-        place: _apart.bind(leaf, only_gpu=only_gpu)
-        for place, leaf in enumerate(leaves)
-        if _is_real(leaf.dtype) and (place not in factors or len(leaves) != len(values))
+        place: _apart.bind(value, only_gpu=only_gpu)
+        for place, value in enumerate(values)
+        if _is_real(value.dtype) and place not in factors
     }
-    others = [leaf for place, leaf in enumerate(leaves) if place not in made]
+    others = [value for place, value in enumerate(values) if place not in made]
     barred = iter(jax.lax.optimization_barrier(others) if others and not only_gpu else others)
-    held = [made[place] if place in made else next(barred) for place in range(len(leaves))]
-    return jax.tree.unflatten(structure, held)
+    return [made[place] if place in made else next(barred) for place in range(len(values))]
 
 
 def _is_real(dtype: np.dtype) -> bool:

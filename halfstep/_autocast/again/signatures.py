@@ -1,4 +1,4 @@
-"""Tell which operations, islands and layers of a plan are the same function.
+"""Tell which operations, regions and layers of a plan are the same function.
 
 Layers that are written out one after the other repeat their operations. JAX caches what it derives
 from a function (its trace, derivative and transpose) by the function, so twelve layers that share
@@ -16,8 +16,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 from jax.extend.source_info_util import NameStack
 
+from halfstep._autocast.again.regions import Region
 from halfstep._autocast.plans import Decision, Plan
-from halfstep._autocast.recomputed.islands import Island
 from halfstep._program import Constant, Operand
 
 
@@ -29,7 +29,7 @@ class Signatures:
         # Operations are compared by small numbers: the parts of a signature are long.
         self._numbers: dict[Hashable, int] = {}
         self._of: dict[int, int] = {}
-        self._islands: dict[tuple[int, ...], int] = {}
+        self._regions: dict[tuple[int, ...], int] = {}
 
     def operation(self, index: int) -> int:
         """Return a number that is equal for operations that differ only in their values."""
@@ -63,18 +63,18 @@ class Signatures:
             parts.append((self.operation(index), places, inside))
         return tuple(parts)
 
-    def island(self, island: Island) -> int:
-        """Return a signature of an island."""
-        if island.nodes not in self._islands:
-            self._islands[island.nodes] = self.number(("island", self._island(island)))
-        return self._islands[island.nodes]
+    def region(self, region: Region) -> int:
+        """Return a signature of a region."""
+        if region.nodes not in self._regions:
+            self._regions[region.nodes] = self.number(("region", self._region(region)))
+        return self._regions[region.nodes]
 
-    def _island(self, island: Island) -> Hashable:
+    def _region(self, region: Region) -> Hashable:
         plan = self._plan
-        numbers = {number: position for position, number in enumerate(island.inputs)}
-        parts = self.function(island.nodes, numbers, shared_scopes(plan, island.nodes))
-        reads = tuple((plan.graph.avals[number], dtype) for number, dtype in island.reads)
-        outputs = tuple((numbers[number], dtype) for number, dtype in island.outputs)
+        numbers = {number: position for position, number in enumerate(region.inputs)}
+        parts = self.function(region.nodes, numbers, shared_scopes(plan, region.nodes))
+        reads = tuple((plan.graph.avals[number], dtype) for number, dtype in region.reads)
+        outputs = tuple((numbers[number], dtype) for number, dtype in region.outputs)
         return reads, parts, outputs
 
     def call(self, index: int) -> Hashable:

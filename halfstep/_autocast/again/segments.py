@@ -1,8 +1,8 @@
-"""Find segments, which take the place of islands where rules say what is stored.
+"""Find segments: what is made again together where only results of products are stored.
 
 A segment is what lies between loops, branches, calls and effects. It runs in a `jax.checkpoint`
-that saves nothing but its stores (see `stores`). Unlike islands, segments contain contractions: the
-rules say which of their results are stored, and everything else is recomputed from the stores.
+that saves nothing but its stores (see `names`). Unlike islands, segments contain contractions,
+whose results are stored, and everything else is recomputed from the stores.
 
 Loops, branches and calls are not part of a segment, because they would run twice. Their bodies have
 segments of their own. An operation with an effect is not part of a segment either, because an
@@ -15,43 +15,34 @@ next is stored anyway, two segments cost no more than one. In the body of a loop
 are recomputed one by one, the parts stay together.
 """
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import numpy as np
 from jax.ref import AbstractRef
 
-from halfstep._autocast.kinds import Kind
-from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
-from halfstep._autocast.recomputed.islands import outputs_of, taken
-from halfstep._autocast.recomputed.recompute import Surroundings
-from halfstep._program import Constant, CustomJvp, size
+from halfstep._autocast.again.surroundings import Surroundings
+from halfstep._autocast.plans import Plan, held_dtype
+from halfstep._program import CustomJvp, size
 
 # The bytes that cross a cut in stores are at least this many times the bytes of other values.
 _SMALL = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Operations that run together, and are recomputed together."""
+class Segment(NamedTuple):
+    """Operations that are made again together."""
 
-    nodes: tuple[int, ...]
-    reads: tuple[tuple[int, np.dtype | None], ...]
-    """The values that come in, each with the dtype it is read in; `None` for as it is held."""
-    outputs: tuple[tuple[int, np.dtype | None], ...]
-    """The values that go out, each with the dtype it is held in; a value may go out in both."""
+    nodes: list[int]
     is_last: bool
     """Whether nothing that is expensive to recompute is in it, or comes after it."""
 
 
-def segments(plan: Plan, out_kinds: Sequence[Kind], place: Surroundings) -> list[int | Segment]:
+def segments(plan: Plan, place: Surroundings) -> list[int | Segment]:
     """Return operations and segments in an order in which they can run.
 
     Args:
         plan: The plan to run.
-        out_kinds: The kinds in which its outputs are wanted.
         place: Where it runs.
     """
     apart = [is_apart(plan, index) for index in range(len(plan.graph.nodes))]
@@ -69,10 +60,9 @@ def segments(plan: Plan, out_kinds: Sequence[Kind], place: Surroundings) -> list
     order: list[int | Segment] = []
     for level in sorted({*together, *alone}):
         if level in together:
-            is_last = level == after
             in_loop = place is Surroundings.LOOP
             parts = [together[level]] if in_loop else _parts(plan, together[level])
-            order += [_segment(plan, part, out_kinds, is_last=is_last) for part in parts]
+            order += [Segment(part, level == after) for part in parts]
         order += alone[level]
     return order
 
@@ -184,25 +174,3 @@ def _held_bytes(plan: Plan, number: int) -> int:
         return 0
     held = held_dtype(aval, plan.out_kind(number), plan.settings.compute)
     return size(aval) * (dtype if held is None else held).itemsize
-
-
-def _segment(
-    plan: Plan, nodes: Sequence[int], out_kinds: Sequence[Kind], *, is_last: bool
-) -> Segment:
-    graph, compute = plan.graph, plan.settings.compute
-    made = {number for index in nodes for number in graph.nodes[index].outs}
-    seen: dict[int, set[np.dtype | None]] = defaultdict(set)
-    for index in nodes:
-        for operand in graph.nodes[index].ins:
-            if not isinstance(operand, Constant) and operand not in made:
-                seen[operand].add(taken(plan, operand, index))
-    # A value is rounded before it comes in if no reader wants more, because inputs are kept as they
-    # are. A reader in float32 gets what was made, also if parts before hand it on in both dtypes.
-    reads = {
-        number: (compute if dtypes == {compute} else FLOAT32)
-        if plan.kinds[number] is Kind.WIDE
-        else None
-        for number, dtypes in seen.items()
-    }
-    outputs = outputs_of(plan, made, set(nodes), out_kinds)
-    return Segment(tuple(nodes), tuple(reads.items()), outputs, is_last)

@@ -1,9 +1,9 @@
-"""Decide what is stored of layers in a loop, where no rule says it.
+"""Choose what is made again for the backward pass, where no rule says it.
 
-A function that scans over layers is run in segments (see `recomputed.segments`): the result of each
-contraction is stored, and what lies between two of them is made again. In the body of a loop this
-moves fewest bytes, because XLA copies each stored value into a stack and out of it again. Written
-out, the same layers move fewer bytes in islands.
+A function that scans over layers stores the result of each contraction, and what lies between two
+of them is made again. In the body of a loop this moves fewest bytes, because XLA copies each stored
+value into a stack and out of it again. Written out, the same layers move fewer bytes if only
+float32 between contractions is made again.
 
 One kind of product is made again as well: the scores of attention and their like, which are large
 and made of small factors. To store and read one of their numbers takes an accelerator longer than
@@ -17,11 +17,10 @@ import jax
 import numpy as np
 
 from halfstep._autocast.plans import Settings
-from halfstep._autocast.saved.stores import Saves
 from halfstep._autocast.state import contracts
+from halfstep._autocast.stored.saves import Again
 from halfstep._program import Constant, Graph, Node, Remat, Scan, While, size
 
-_DEFAULT = Saves(is_own=True)
 # The result has so many times the numbers of the factors: else it is as large as what it is made
 # of, which is stored anyway.
 _GROWTH = 2
@@ -33,18 +32,24 @@ _RIDGE = 295
 _SHARE = 0.24
 
 
-def with_default_stores(settings: Settings, graph: Graph) -> Settings:
-    """Return settings that say what is stored of a function that has layers in a loop."""
-    says_nothing = settings.saves is None and settings.residuals is None
-    may_choose = settings.islands and settings.rounds and says_nothing
-    if not (may_choose and _has_layers(graph)):
-        return settings
-    return dataclasses.replace(settings, saves=_DEFAULT)
+def chosen_for(settings: Settings, graph: Graph) -> Settings:
+    """Return settings that say what is made again of a function."""
+    saves = settings.saves
+    # A product in 8 or 4 bits may have state, which an island does not hand in.
+    has_state = any(rule.outcome == "recompute" for rule in saves.rules) and settings.recipes
+    most = not saves.by_graph or has_state or (settings.rounds and _has_layers(graph))
+    return _making(settings, Again.MOST) if saves.is_own and most else settings
 
 
-def without_default_stores(settings: Settings) -> Settings:
-    """Return the same settings without what `with_default_stores` has added."""
-    return dataclasses.replace(settings, saves=None) if settings.saves is _DEFAULT else settings
+def without_layers(settings: Settings) -> Settings:
+    """Return settings for a function that is not one over layers, whatever is around it."""
+    saves = settings.saves
+    lowers = saves.again is Again.MOST and saves.by_graph
+    return _making(settings, Again.WIDE) if lowers else settings
+
+
+def _making(settings: Settings, again: Again) -> Settings:
+    return dataclasses.replace(settings, saves=dataclasses.replace(settings.saves, again=again))
 
 
 def _has_layers(graph: Graph) -> bool:

@@ -9,9 +9,9 @@ import collections
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+from halfstep._autocast.again.regions import Region
+from halfstep._autocast.again.signatures import Signatures, shared_scopes
 from halfstep._autocast.plans import Plan
-from halfstep._autocast.recomputed.islands import Island
-from halfstep._autocast.recomputed.signatures import Signatures, shared_scopes
 from halfstep._program import Constant, CustomJvp
 
 # A function that is shared is traced and differentiated once more than operations that run by
@@ -19,12 +19,12 @@ from halfstep._program import Constant, CustomJvp
 _FEWEST_OCCURRENCES = 3
 _FEWEST_UNITS = 2
 
-Unit = int | Island
+Unit = int | Region
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """Operations and islands that run one after the other, and occur several times."""
+    """Operations and regions that run one after the other, and occur several times."""
 
     units: tuple[Unit, ...]
     nodes: tuple[int, ...]
@@ -40,7 +40,7 @@ class Repeat:
 
 
 def with_repeats(
-    plan: Plan, units: Sequence[Unit], signatures: Signatures, *, islands_alone: bool = False
+    plan: Plan, units: Sequence[Unit], signatures: Signatures, *, regions_alone: bool = False
 ) -> list[Unit | Repeat]:
     """Return a schedule in which the units that layers repeat are gathered.
 
@@ -48,9 +48,9 @@ def with_repeats(
         plan: The plan.
         units: Its schedule.
         signatures: The signatures of its operations.
-        islands_alone: Whether an island that stays without other units is a repeat, too.
+        regions_alone: Whether a region that stays without other units is a repeat, too.
     """
-    runs = _runs(plan, units, signatures, islands_alone)
+    runs = _runs(plan, units, signatures, regions_alone)
     found = {start: _repeat(plan, units[start:end], signatures) for start, end in runs}
     counts = collections.Counter(repeat.signature for repeat in found.values())
     made: list[Unit | Repeat] = []
@@ -67,7 +67,7 @@ def with_repeats(
 
 
 def _runs(
-    plan: Plan, units: Sequence[Unit], signatures: Signatures, islands_alone: bool
+    plan: Plan, units: Sequence[Unit], signatures: Signatures, regions_alone: bool
 ) -> list[tuple[int, int]]:
     """Return the beginnings and ends of units that always occur together, in the same order."""
     if not units:
@@ -88,13 +88,13 @@ def _runs(
         (start, end)
         for start, end in zip(starts, [*starts[1:], len(units)], strict=True)
         if often[symbols[start]] >= _FEWEST_OCCURRENCES
-        and (end - start >= _FEWEST_UNITS or (islands_alone and isinstance(units[start], Island)))
+        and (end - start >= _FEWEST_UNITS or (regions_alone and isinstance(units[start], Region)))
     ]
 
 
 def _symbol(plan: Plan, unit: Unit, signatures: Signatures) -> Hashable:
-    if isinstance(unit, Island):
-        return "island", unit.is_last, signatures.island(unit)
+    if isinstance(unit, Region):
+        return "region", unit.is_last, signatures.region(unit)
     node, decision = plan.graph.nodes[unit], plan.decisions[unit]
     # Effects have to stay where they are, and loops have their own functions.
     is_plain = decision.inner is None or isinstance(node.structure, CustomJvp)
@@ -105,7 +105,7 @@ def _symbol(plan: Plan, unit: Unit, signatures: Signatures) -> Hashable:
 def _scopes_between(plan: Plan, before: Unit, after: Unit) -> Hashable:
     """Return the scopes that are left and entered between two units."""
     pair = [
-        unit.nodes[edge] if isinstance(unit, Island) else unit
+        unit.nodes[edge] if isinstance(unit, Region) else unit
         for unit, edge in ((before, -1), (after, 0))
     ]
     shared = shared_scopes(plan, pair)
@@ -115,7 +115,7 @@ def _scopes_between(plan: Plan, before: Unit, after: Unit) -> Hashable:
 def _repeat(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> Repeat:
     graph = plan.graph
     nodes = tuple(
-        index for unit in units for index in (unit.nodes if isinstance(unit, Island) else (unit,))
+        index for unit in units for index in (unit.nodes if isinstance(unit, Region) else (unit,))
     )
     made = {number for index in nodes for number in graph.nodes[index].outs}
     read = (operand for index in nodes for operand in graph.nodes[index].ins)
@@ -132,7 +132,7 @@ def _repeat(plan: Plan, units: Sequence[Unit], signatures: Signatures) -> Repeat
         if number in graph.returned or not graph.users[number] <= inside
     )
     shape = tuple(
-        (unit.is_last, signatures.island(unit)) if isinstance(unit, Island) else None
+        (unit.is_last, signatures.region(unit)) if isinstance(unit, Region) else None
         for unit in units
     )
     return Repeat(

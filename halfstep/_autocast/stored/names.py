@@ -25,7 +25,7 @@ Second derivatives would silently lack the part through the code, so they raise.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,20 +36,17 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from halfstep._autocast.saved.float8 import Kept, keep, restore
-from halfstep._autocast.saved.int4 import BLOCK, Packed, pack, unpack
+from halfstep._autocast.stored.float8 import Kept, keep, restore
+from halfstep._autocast.stored.int4 import BLOCK, Packed, pack, unpack
 from halfstep._base import cast, define_split, settled, type_of
-from halfstep._policy import Factor, Operation, StoreRule
+from halfstep._policy import Factor
 
 _PREFIX = "halfstep/"
-_ON_DEVICE = f"{_PREFIX}stored"
-_OFFLOADED = f"{_PREFIX}offloaded/"
-_TO_HOST = f"{_OFFLOADED}device/pinned_host"
+ON_DEVICE = f"{_PREFIX}stored"
+OFFLOADED = f"{_PREFIX}offloaded/"
 _ENCODED = "encoded"
 HALF = "16 bits"
 """The code of a float32 value that is stored in the compute dtype."""
-RematPolicy = Callable[..., Any]
-"""A policy of `jax.checkpoint`: says whether the results of a primitive are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +55,15 @@ class Store:
 
     code: str | None = None
     """`"e4m3"`, `"e5m2"`, `"int4"`, or `HALF`; `None` keeps the value as it is."""
-    name: str = _ON_DEVICE
+    name: str = ON_DEVICE
     """The name that a `jax.checkpoint` policy sees. `explain` reads more from it: see `named`."""
     barred: bool = False
     """Whether XLA must be kept from encoding late, and keeping the value itself until then."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the value is kept as it is, where it is."""
+        return self.code is None and self.name.startswith(ON_DEVICE)
 
     def named(self, operation: str, by: str = "") -> "Store":
         """Return the same store, with the operation and the rule in its name."""
@@ -92,101 +94,15 @@ class StoreLabel:
             return None
         operation, code, by, *more = parts
         return StoreLabel(
-            operation, code, by, is_encoded=bool(more), is_moved=place.startswith(_OFFLOADED)
+            operation, code, by, is_encoded=bool(more), is_moved=place.startswith(OFFLOADED)
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Saves:
-    """The values that the `jax.checkpoint`s around a function save, and their form."""
-
-    policies: tuple[RematPolicy, ...] = ()
-    """The user's policies, the outermost first; none where autocast adds the `jax.checkpoint`."""
-    code: str | None = None
-    """The code of saved values that no rule matches."""
-    rules: tuple[StoreRule, ...] = ()
-    """The user's rules, which come before the policies."""
-    is_own: bool = False
-    """Whether autocast puts `jax.checkpoint` around what lies between loops and calls."""
-    barred: bool = True
-    """As `Store.barred`; false in a loop, whose backward pass is another loop."""
-
-    def within(self, policy: RematPolicy | None, *, barred: bool) -> "Saves":
-        """Return the same for a function that is in another `jax.checkpoint` of the user's."""
-        more = () if policy is None else (policy,)
-        return dataclasses.replace(
-            self, policies=(*self.policies, *more), is_own=False, barred=barred
-        )
-
-    @property
-    def saves_anything(self) -> bool:
-        """Whether any value can be stored."""
-        return self.is_own or bool(self.rules) or bool(self.policies)
-
-    def chosen(
-        self,
-        operation: Operation,
-        lines: Sequence[str],
-        *,
-        dear: bool,
-        numbered: Collection[StoreRule] = (),
-    ) -> StoreRule | None:
-        """Return the user's first rule that matches the results of an operation.
-
-        Args:
-            operation: The operation.
-            lines: Where it is written, and the calls that led there.
-            dear: Whether its results would be stored, or are expensive to recompute. A rule that
-                names no operation matches only such results: everything that is computed in a
-                scope, stored in 8 bits, would take more memory than its contractions in 16.
-            numbered: The rules with a number that match this operation.
-        """
-        concerned = (
-            rule
-            for rule in self.rules
-            if (dear or rule.op is not None) and (rule.number is None or rule in numbered)
-        )
-        return next((rule for rule in concerned if rule.matches(operation, lines)), None)
-
-    def by_rule(self, rule: StoreRule) -> Store | None:
-        """Return how results that a rule matches are kept; `None` if they are recomputed."""
-        if rule.outcome == "recompute":
-            return None
-        if rule.outcome == "offload":
-            return Store(None, _TO_HOST, self.barred)
-        return Store(None if rule.outcome == "keep" else rule.outcome, barred=self.barred)
-
-    def by_policy(
-        self, primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any], *, dear: bool
-    ) -> Store | None:
-        """Return how the results of an operation that no rule matches are kept.
-
-        Args:
-            primitive: The operation.
-            avals: The types of its operands.
-            params: The parameters of the primitive.
-            dear: Whether it is expensive to recompute: a contraction, a kernel, a communication.
-        """
-        if self.is_own:
-            return Store(self.code, barred=self.barred) if dear else None
-        found = (self._store(policy(primitive, *avals, **params)) for policy in self.policies)
-        return next((store for store in found if store is not None), None)
-
-    def _store(self, verdict: Any) -> Store | None:
-        # JAX's own verdicts have no public names: `Saveable`, `Recompute`, and `Offloadable`, which
-        # says from where to where.
-        if verdict is False or type(verdict).__name__ == "RecomputeType":
-            return None
-        is_moved = hasattr(verdict, "dst")
-        name = f"{_OFFLOADED}{verdict.src}/{verdict.dst}" if is_moved else _ON_DEVICE
-        return Store(self.code, name, self.barred)
 
 
 def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
     """Save what has been stored, and nothing else: a policy of `jax.checkpoint`."""
     name = params.get("name", "") if primitive.name == "name" else ""
-    if name.startswith(_OFFLOADED):
-        source, target = name.partition("#")[0].removeprefix(_OFFLOADED).split("/")
+    if name.startswith(OFFLOADED):
+        source, target = name.partition("#")[0].removeprefix(OFFLOADED).split("/")
         offload = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[name],
@@ -194,7 +110,7 @@ def only_stores(primitive: Primitive, *_: Any, **params: Any) -> Any:
             offload_dst=target,
         )
         return offload(primitive, *_, **params)
-    return name.startswith(_ON_DEVICE)
+    return name.startswith(ON_DEVICE)
 
 
 def stored(value: Any, store: Store, *, compute: np.dtype) -> Any:

@@ -1,0 +1,1 @@
+"""Make values again for the backward pass: which operations go together, and in which form."""

@@ -1,1 +1,0 @@
-"""Recompute for the backward pass: islands of float32, and segments between stores."""

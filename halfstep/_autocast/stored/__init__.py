@@ -1,0 +1,1 @@
+"""Store values for the backward pass: by which rules, under which names, and in which codes."""
