@@ -168,7 +168,8 @@ def _plan_remat(
     node: Node, kinds: Sequence[Kind], settings: Settings, plan: Planner, around: Around
 ) -> Decision:
     remat = node.structured(Remat)
-    settings = dataclasses.replace(settings, saves=_saves(remat, settings.saves))
+    if not settings.is_linear:
+        settings = dataclasses.replace(settings, saves=_saves(remat, settings.saves))
     (graph,), (path,) = node.graphs, around.paths(node)
     entering = around.entering
     inner = _planned(plan, graph, settings, path, entering)

@@ -33,7 +33,7 @@ from halfstep._autocast.state import (
     is_float,
     state_nodes,
 )
-from halfstep._autocast.stored.saves import Again
+from halfstep._autocast.stored.saves import Again, Saves
 from halfstep._policy import StoreRule
 from halfstep._program import (
     Constant,
@@ -66,8 +66,8 @@ def plan(
         in_kinds: The kind of each input.
         settings: What the user has asked for.
         tangents: Positions of inputs in which the function must stay linear, because JAX
-            transposes it: the tangents of a `custom_jvp`'s rule. Quantization is not linear, so no
-            recipe applies to values that are made of them.
+            transposes it: the tangents of a `custom_jvp`'s rule. Recipes and stores do not apply to
+            values that are made of them.
         path: Where the state of a loop around the function enters and leaves it, and which of its
             inputs are weights. State is never rounded.
         entering: The inputs as the caller knows them, if the operations count as the caller's.
@@ -76,7 +76,8 @@ def plan(
     draft = _draft(graph, in_kinds, settings, path, entering)
     paths = state_nodes(graph, path)
     feeding = feeding_nodes(graph, path, paths)
-    unquantized = dataclasses.replace(settings, quantizes=False)
+    nothing = Saves(again=Again.NOTHING)
+    of_tangents = dataclasses.replace(settings, saves=nothing, is_linear=True)
     linear = {graph.inputs[position] for position in tangents}
     rules = settings.saves.rules
     numbered = [rule for rule in rules if rule.number is not None]
@@ -110,7 +111,7 @@ def plan(
             # kept in 16 bits, like everything that is kept for the backward pass.
             kinds = [Kind.LOW]
         is_linear = not linear.isdisjoint(values)
-        chosen = unquantized if is_linear else settings
+        chosen = of_tangents if is_linear else settings
         decision = decide(node, graph, kinds, chosen, plan, around)
         if is_linear:
             linear.update(node.outs)

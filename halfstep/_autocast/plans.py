@@ -49,13 +49,14 @@ class Settings:
     """The values that are stored for the backward pass; the others are made again."""
     has_state: bool = True
     """Whether a recipe's state reaches the products: not inside a `shard_map` or a `while`."""
-    quantizes: bool = True
-    """Whether recipes apply at all: they do not where a function must stay linear."""
+    is_linear: bool = False
+    """Whether a function must stay linear in some of its inputs, because JAX transposes it. Neither
+    recipes nor stores are linear, so none apply."""
 
     @functools.cached_property
     def recipes(self) -> tuple[Recipe, ...]:
         """All recipes that products may have: the policy's own, then those that rules give."""
-        return recipes_of(self.recipe, self.rules) if self.quantizes else ()
+        return recipes_of(self.recipe, self.rules) if not self.is_linear else ()
 
 
 class Passed(NamedTuple):

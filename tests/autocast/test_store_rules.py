@@ -168,6 +168,32 @@ def test_a_function_with_a_derivative_of_its_own():
     assert cosine(flat(grads), flat(plain)) >= 0.999
 
 
+FORMS = ["bf16,store:op:dot_general=keep", "bf16,store:op:dot_general=e4m3", "bf16,residuals=e4m3"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inner", ["scan", "checkpoint"])
+def test_what_a_derivative_rule_makes_of_tangents_has_no_store(inner: str, form: str):
+    dots = jax.checkpoint_policies.dots_saveable
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def looped(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0]
+
+    inside = looped if inner == "scan" else jax.checkpoint(layer, policy=dots)
+    own = jax.custom_jvp(inside)
+    own.defjvp(lambda primals, tangents: jax.jvp(inside, primals, tangents))
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.checkpoint(own, policy=dots)(x, w) ** 2)
+
+    w, x = 0.5 * jnp.eye(WIDTH), start()[1]
+    plain = jax.grad(halfstep.autocast(loss, "bf16"))(w, x)
+    np.testing.assert_array_equal(jax.grad(halfstep.autocast(loss, form))(w, x), plain)
+
+
 def test_under_vmap_and_with_effects():
     params, x = start()
     seen: list[float] = []
