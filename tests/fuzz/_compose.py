@@ -56,9 +56,9 @@ AROUND_STAGE = {
         name: AROUND_STEP[name]
         for name in ("jit", *CHECKPOINTS, "custom_jvp", "custom_vjp", "custom_vjp of inputs")
     },
-    "vmap": "mapped_stage({f}, 1)",
-    "vmap, second axis": "mapped_stage({f}, 2)",
-    "vmap, first axis": "mapped_stage({f}, 0)",
+    "vmap": "mapped_stage({f}, 1, {batch})",
+    "vmap, second axis": "mapped_stage({f}, 2, {batch})",
+    "vmap, first axis": "mapped_stage({f}, 0, {batch})",
 }
 """What is around a whole loop."""
 AROUND_PROGRAM = {
@@ -211,7 +211,8 @@ def _stage(stage: Stage, number: int, length: int) -> list[str]:
     }[stage.loop].format(f'{step}, q, {init}, {{"u": u, **rows{weights}}}')
     lines += [f"    h, y = {call}", f"    return {back}, y"]
     for name in stage.whole:
-        lines.append(f"stage{number} = {AROUND_STAGE[name].format(f=f'stage{number}')}")
+        around = AROUND_STAGE[name].format(f=f"stage{number}", batch=body.batch)
+        lines.append(f"stage{number} = {around}")
     return lines
 
 

@@ -130,11 +130,17 @@ def mapped(step: Step, axis: int, carry: int) -> Step:
     return run
 
 
-def mapped_stage(stage: Step, axis: int) -> Step:
-    """Return a stage of one example as a stage of a batch, which is the second axis of rows."""
+def mapped_stage(stage: Step, axis: int, batch: int) -> Step:
+    """Return a stage of one example as a stage of a batch, which is the second axis of rows.
+
+    Args:
+        stage: From parameters and rows to a last carry and rows.
+        axis: The axis of rows that is mapped.
+        batch: The axis of the last carry along which a batch lies.
+    """
 
     def run(q: Any, u: Any, rows: Any) -> tuple[Any, Any]:
-        over = jax.vmap(stage, in_axes=(None, axis, None), out_axes=(0, axis))
+        over = jax.vmap(stage, in_axes=(None, axis, None), out_axes=(batch, axis))
         h, y = over(q, jnp.moveaxis(u, 1, axis), rows)
         return h, jnp.moveaxis(y, axis, 1)
 

@@ -1,6 +1,7 @@
 """The oracle of composed programs finds what is planted, and nothing else."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -22,7 +23,16 @@ from tests.fuzz._compose import (
     shrunk_composition,
 )
 from tests.fuzz._compose_bodies import BODIES
-from tests.fuzz._compose_oracle import by_halfstep, by_hand, errors, judge_of, references
+from tests.fuzz._compose_names import Plain
+from tests.fuzz._compose_oracle import (
+    by_halfstep,
+    by_hand,
+    errors,
+    judge_of,
+    program_of,
+    references,
+    values_of,
+)
 from tests.fuzz._compose_plant import PLANTED, planted, without_unscaling
 from tests.fuzz._compose_run import changed_by_storing, composed_outcome, judged, report
 from tests.fuzz._oracle import as_users_have_it
@@ -79,6 +89,17 @@ def test_everything_is_drawn() -> None:
     assert {made.run for made in drawn} == {"compiled", "eager", "in NumPy"}
     assert min(made.length for made in drawn) == 3
     assert max(made.length for made in drawn) >= 596
+
+
+@pytest.mark.parametrize("name", [name for name in AROUND_STAGE if "vmap" in name])
+def test_a_mapped_loop_hands_on_its_state_as_one_that_is_not_mapped(name: str) -> None:
+    def shapes(body: str, *whole: str) -> Any:
+        made = Composition(0, (Stage(body, whole=whole, handed="final"),), 3)
+        return jax.eval_shape(functools.partial(program_of(made), Plain()), *values_of(made))
+
+    with as_users_have_it():
+        for body in BODIES:
+            assert shapes(body, name) == shapes(body), body
 
 
 @pytest.mark.parametrize("seed", [4, 16, 35])
