@@ -47,6 +47,8 @@ Subject = Callable[[Composition], Any]
 
 UPSTREAM = "plain JAX fails as well"
 """What is said of a program for one of the known bugs of JAX, which `docs/support.md` lists."""
+REFUSED = "a primal output that is shared across the batch"
+"""JAX's message about a mapped `custom_vjp` that it cannot differentiate, for the oracle either."""
 
 
 def judged(made: Composition, subject: Subject = by_halfstep) -> tuple[str, bool]:
@@ -59,13 +61,18 @@ def judged(made: Composition, subject: Subject = by_halfstep) -> tuple[str, bool
     Returns:
         Text about it, and whether it fails. A program that says nothing is `"ill"`.
     """
-    judge = judge_of(made)
+    try:
+        judge = judge_of(made)
+    except ValueError as error:
+        if REFUSED not in str(error):
+            raise
+        return UPSTREAM, False
     if judge.is_ill:
         return "ill", False
     try:
         have = subject(made)
-    except TypeError:
-        if not fails_in_jax(made):
+    except TypeError as error:
+        if not fails_in_jax(made, str(error)):
             raise
         return UPSTREAM, False
     found = judge.disagreements(have)
@@ -74,14 +81,14 @@ def judged(made: Composition, subject: Subject = by_halfstep) -> tuple[str, bool
     return f"more wrong than by hand: {found[0]}, and {len(found) - 1} other leaves", True
 
 
-def fails_in_jax(made: Composition) -> bool:
-    """Return whether plain JAX cannot trace a program either, compiled before it is derived."""
+def fails_in_jax(made: Composition, message: str) -> bool:
+    """Return whether plain JAX, compiled before it is derived, fails with the same message."""
     program = functools.partial(program_of(made), Plain())
     values = jax.tree.map(jnp.asarray, values_of(made))
     try:
         jax.make_jaxpr(derived(made, program, jax.jit))(*values)
-    except TypeError:
-        return True
+    except TypeError as error:
+        return str(error) == message
     return False
 
 
@@ -154,6 +161,8 @@ def composed_outcome(
                 break
         else:
             return Outcome(seed, "skipped: all of its programs are ill", redrawn=DRAWS)
+        if text == UPSTREAM:
+            return Outcome(seed, text, redrawn=attempt)
         asked = storing and asks_about_storing(made)
         fails: Callable[[Composition], bool] = lambda made: judged(made, subject)[1]  # noqa: E731
         if not failed and asked and (text := changed_by_storing(made)):

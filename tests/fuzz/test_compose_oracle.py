@@ -34,7 +34,13 @@ from tests.fuzz._compose_oracle import (
     values_of,
 )
 from tests.fuzz._compose_plant import PLANTED, planted, without_unscaling
-from tests.fuzz._compose_run import changed_by_storing, composed_outcome, judged, report
+from tests.fuzz._compose_run import (
+    UPSTREAM,
+    changed_by_storing,
+    composed_outcome,
+    judged,
+    report,
+)
 from tests.fuzz._oracle import as_users_have_it
 
 MOST = 300
@@ -119,6 +125,17 @@ def test_both_references_agree(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_casts_by_hand_in_float32_pass(seed: int) -> None:
     with as_users_have_it():
         assert judged(well(seed), by_hand) == ("same", False)
+
+
+def test_a_program_that_jax_refuses_is_not_judged() -> None:
+    stage = Stage("running mean", step=("custom_vjp",))
+    made = Composition(0, (stage,), 4, outer=("vmap",), run="in NumPy")
+    with as_users_have_it():
+        assert judged(made) == (UPSTREAM, False)
+
+
+def test_a_program_that_jax_refuses_is_counted() -> None:
+    assert composed_outcome(441).text == UPSTREAM
 
 
 SUM = Composition(0, (Stage("sum", drive="positive"),), 12, run="in NumPy")
