@@ -164,6 +164,29 @@ def test_effects_happen_once(capfd):
     assert capfd.readouterr().out.count("printed") == 1
 
 
+def in_a_ref(x):
+    ref = jax.new_ref(x)
+    ref[...] = jnp.sin(ref[...])
+    return jnp.sum(jnp.log(ref[...]) @ jnp.eye(3))
+
+
+def test_what_is_made_of_a_ref_is_found():
+    assert debug.first_nonfinite(in_a_ref, jnp.ones((3, 3))) is None
+    found = debug.first_nonfinite(in_a_ref, jnp.zeros((3, 3)))
+    assert found is not None
+    assert found.site.op == "log"
+
+
+def test_a_ref_is_neither_recorded_nor_compared():
+    x = jnp.ones((3, 3))
+    recorder = debug.record(jax.value_and_grad(in_a_ref), sites="ops")
+    log, _ = recorder(recorder.init(x), x)
+    assert "sin" in {site.op for site in log.sites}
+    assert "new_ref" not in {site.op for site in log.sites}
+    report = debug.compare(in_a_ref, "bf16", sites="ops")(x)
+    assert "sin" in {deviation.site.op for deviation in report.sites}
+
+
 def test_a_callback_with_results_is_called_once():
     calls = []
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import AbstractValue
+from jax.ref import AbstractRef
 
 
 class Column(IntEnum):
@@ -48,6 +49,8 @@ EMPTY = (-1.0, math.inf, 0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, -1.0)
 
 def is_recorded(aval: AbstractValue | jax.ShapeDtypeStruct) -> bool:
     """Return whether a value has anything to record: it is floating point or complex."""
+    if isinstance(aval, AbstractRef):  # A place, not a value: what is read from it is recorded.
+        return False
     dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
     return dtype is not None and bool(math.prod(shape)) and jnp.issubdtype(dtype, jnp.inexact)
 
