@@ -49,3 +49,30 @@ WITHOUT = {"jax": 1.0, "halfstep": 1.01}
 )
 def test_verdicts(found: dict[str, Any], said: str):
     assert flags.verdict(found, WITHOUT) == said
+
+
+UNREADY = (
+    "for grad support, subclass <class 'jax._src.lax.control_flow.loops.Scan3'> must implement"
+)
+SCANS = {"scan, jit": f"plain JAX fails, too: NotImplementedError: {UNREADY} `vjp_fwd`"}
+
+
+@pytest.mark.parametrize(
+    ("said", "failed", "is_excused"),
+    [
+        ({}, {}, True),
+        ({}, {"test_cond::one": "AssertionError"}, False),
+        (SCANS, {}, True),
+        (SCANS, {"test_structures::test_gradients[bf16-scan]": "assert []"}, True),
+        (SCANS, {"test_structures::test_read": "assert {Cond} == {Cond, <structures.Scan>}"}, True),
+        (SCANS, {"test_numerics::test_steps": f"ValueError: no rule: {UNREADY} it"}, True),
+        (SCANS, {"test_structures::test_gradients[bf16-cond]": "assert []"}, False),
+        (SCANS, {"test_leaves::test_scanned": "AssertionError"}, False),
+        ({**SCANS, "cond, jit": "WRONG: 3, not 1"}, {}, False),
+    ],
+)
+def test_a_failure_of_a_test_must_be_one_of_plain_jax(
+    said: dict[str, str], failed: dict[str, str], is_excused: bool
+):
+    row = {"not_same": said, "conformance": {"passed": 1, "failed": failed}}
+    assert flags.excused(row) == is_excused
