@@ -98,6 +98,7 @@ def test_a_second_derivative_of_a_code_is_refused(on: bool):
 
 @since_0_12
 @pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_small_gpt_trains_in_the_same_way(scan: bool):
     tokens = jax.random.randint(jax.random.key(1), (4, 17), 0, 32)
