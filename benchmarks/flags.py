@@ -295,7 +295,9 @@ def _cell(row: Mapping[str, Any]) -> str:
         name, text = next(iter(tests["failed"].items()))
         shown = [f"{name}: `{text[:160]}`"]
     same = row["calls"] - len(row["not_same"])
-    return f"{same} of {row['calls']} calls as without it. {'; '.join(shown)}"
+    count = tests["passed"] + len(tests["failed"])
+    of_tests = f" and {tests['passed']} of {count} tests" if count else ""
+    return f"{same} of {row['calls']} calls{of_tests} as without it. {'; '.join(shown)}"
 
 
 def text(result: Mapping[str, Any]) -> str:

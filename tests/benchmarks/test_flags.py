@@ -76,3 +76,25 @@ def test_a_failure_of_a_test_must_be_one_of_plain_jax(
 ):
     row = {"not_same": said, "conformance": {"passed": 1, "failed": failed}}
     assert flags.excused(row) == is_excused
+
+
+def row(**parts: Any) -> dict[str, Any]:
+    found = {"flag": "jax_scan3", "value": "true", "jax": "0.12", "calls": 2, "not_same": {}}
+    return {**found, "conformance": {"passed": 3, "failed": {}}, **parts}
+
+
+def test_the_table():
+    failed = {"passed": 3, "failed": {"test_scan": "NotImplementedError"}}
+    rows = [
+        row(),
+        row(jax="0.10", not_same=SCANS, conformance=failed),
+        row(flag="jax_remat3", conformance=failed),
+        row(flag="jax_custom_jvp3", conformance=dict(flags.UNTESTED)),
+    ]
+    heading, _, first, second, third = flags.text({"rows": rows}).splitlines()
+    assert [cell.strip() for cell in heading.split("|")[1:-1]] == ["flag", "JAX 0.12", "JAX 0.10"]
+    assert "| green: 2 calls, 3 tests " in first
+    assert "| 1 of 2 calls and 3 of 4 tests as without it. plain JAX fails, too: `NotImpl" in first
+    assert "| 2 of 2 calls and 3 of 4 tests as without it. test_scan: `NotImpl" in second
+    assert "| no such flag " in second
+    assert "| green: 2 calls " in third
