@@ -287,11 +287,13 @@ class _Planned(Inside[Any, tuple[()]]):
         super().__init__(call.node)
         self.planned = call
         self.plans = body_plans(call.node, call.decision)
+        self.shared = shared_low(call.node, call.decision)
 
     def run(
         self, number: int, values: Sequence[Any], state: PyTree
     ) -> tuple[Sequence[Any], tuple[()]]:
         outs = self.planned.decision.outs
+        values = in_dtype(values, self.shared, self.planned.settings.compute)
         return self.planned.run(self.plans[number], values, outs, slots=state), ()
 
     def goes_on(self, values: Sequence[Any]) -> jax.Array:
@@ -302,8 +304,29 @@ class _Planned(Inside[Any, tuple[()]]):
 def run_planned(call: Call) -> list[Any]:
     """Run a loop, a branch or a call by the plans of the functions inside."""
     operands = carried_operands(call.node, call.decision, call.operands, call.settings.compute)
-    results, _ = run_inside(_Planned(call), operands, call.slots)
+    inside = _Planned(call)
+    results, _ = run_inside(inside, in_dtype(operands, inside.shared, FLOAT32), call.slots)
     return results
+
+
+def shared_low(node: Node, decision: Decision) -> frozenset[int]:
+    """Return the activations in the compute dtype that all iterations of a scan read whole.
+
+    Their cotangents are sums over the iterations, which are float32 as all such sums are: so the
+    scan takes them in float32, and its body rounds them, which changes no value.
+    """
+    if not isinstance(node.structure, Scan):
+        return frozenset()
+    kinds = decision.inner[-1][: node.structure.consts]
+    return frozenset(position for position, kind in enumerate(kinds) if kind is Kind.LOW)
+
+
+def in_dtype(values: Sequence[Any], chosen: frozenset[int], dtype: np.dtype) -> list[Any]:
+    """Return values, the chosen ones in another dtype, which holds them."""
+    return [
+        jax.lax.convert_element_type(value, dtype) if position in chosen else value
+        for position, value in enumerate(values)
+    ]
 
 
 def body_plans(node: Node, decision: Decision) -> list[Plan]:

@@ -122,3 +122,22 @@ def test_forward_mode(name: str, policy: str):
         # Twice as many roundings as a gradient has.
         error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
         assert error <= 16 * halfstep.FORMATS[policy].eps / 2
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.checkpoint])
+def test_what_all_iterations_read_has_a_gradient_that_is_summed_in_float32(
+    wrap: Callable[..., Any],
+):
+    keys = jax.random.uniform(jax.random.key(0), (2048, 8, 8), minval=0.5, maxval=1.5)
+
+    def loss(w: jax.Array) -> jax.Array:
+        query = jnp.ones((4, 8)) @ w
+
+        def step(total: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+            return total + jnp.sum(query @ key), None
+
+        return jax.lax.scan(wrap(step), jnp.zeros(()), keys)[0]
+
+    want = jax.grad(loss)(jnp.eye(8))
+    # In 16 bits, a sum of 2,048 terms stalls at an eighth.
+    np.testing.assert_allclose(jax.grad(autocast(loss, "bf16"))(jnp.eye(8)), want, rtol=0.01)
