@@ -388,8 +388,10 @@ def _terms(values: Sequence[Any], outs: Sequence[Any]) -> int:
 def _bound(equation: Any, values: Sequence[Any], evaluator: Evaluator) -> list[Any]:
     """A primitive bound in float64."""
     if equation.primitive.name == "bitcast_convert_type":
-        # Bits are those of the declared dtype.
+        # Bits are those of the declared dtype. To the same dtype, nothing is done.
         declared = equation.invars[0].aval.dtype
+        if declared == equation.params["new_dtype"]:
+            return list(values)
         return [
             jax.lax.bitcast_convert_type(_as(values[0], declared), equation.params["new_dtype"])
         ]

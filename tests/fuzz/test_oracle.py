@@ -96,6 +96,15 @@ def test_bits_in_a_shard_map_are_held_in_float64() -> None:
     np.testing.assert_array_equal(got, x)
 
 
+def test_bits_that_keep_their_dtype_are_not_rounded() -> None:
+    def function(x: Any) -> Any:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.bfloat16)
+
+    x = np.asarray([1.001, 2.003], np.float32)
+    (got,) = Evaluator()(jax.make_jaxpr(function)(x), [x])
+    np.testing.assert_array_equal(got, x)
+
+
 def test_random_rounding_stays_within_a_unit_and_is_fair() -> None:
     values = np.linspace(1, 2, 1000)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn):
