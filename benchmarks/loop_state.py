@@ -46,11 +46,20 @@ def _judged(row: str, spellings: Sequence[str], policies: Sequence[str]) -> list
                 made.append({**case, "worst": None, "verdict": "FAILED", "text": text})
                 continue
             errors = {
-                what: {"ours": error, "by_hand": found.by_hand[what], "bound": found.bound(what)}
+                what: {
+                    "ours": _shortly(error),
+                    "by_hand": _shortly(found.by_hand[what]),
+                    "bound": _shortly(found.bound(what)),
+                }
                 for what, error in found.errors.items()
             }
             made.append({**case, "worst": found.worst, "verdict": found.text, "errors": errors})
     return made
+
+
+def _shortly(error: float) -> float:
+    """Round an error to the digits that mean anything; there are thousands."""
+    return float(f"{error:.3g}")
 
 
 def _worked(policies: Sequence[str], job: tuple[str, Sequence[str]]) -> tuple[str, Any]:
