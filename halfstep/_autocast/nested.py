@@ -26,7 +26,7 @@ from halfstep._autocast.plans import (
     out_kinds,
 )
 from halfstep._autocast.primitives import Rule
-from halfstep._autocast.state import StatePath
+from halfstep._autocast.state import LONG, StatePath
 from halfstep._autocast.stored.names import only_stores
 from halfstep._autocast.stored.saves import Again, Saves
 from halfstep._base import cast
@@ -310,12 +310,13 @@ def run_planned(call: Call) -> list[Any]:
 
 
 def shared_low(node: Node, decision: Decision) -> frozenset[int]:
-    """Return the activations in the compute dtype that all iterations of a scan read whole.
+    """Return the activations in the compute dtype that all iterations of a long scan read whole.
 
-    Their cotangents are sums over the iterations, which are float32 as all such sums are: so the
-    scan takes them in float32, and its body rounds them, which changes no value.
+    Their cotangents are sums over the iterations, in which errors add up. So the scan takes them in
+    float32, and its body rounds them, which changes no value. Layers in a scan are too few for
+    this, and would take more memory: XLA does not remove the casts.
     """
-    if not isinstance(node.structure, Scan):
+    if not isinstance(node.structure, Scan) or node.structure.length < LONG:
         return frozenset()
     kinds = decision.inner[-1][: node.structure.consts]
     return frozenset(position for position, kind in enumerate(kinds) if kind is Kind.LOW)

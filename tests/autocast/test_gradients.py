@@ -141,3 +141,16 @@ def test_what_all_iterations_read_has_a_gradient_that_is_summed_in_float32(
     want = jax.grad(loss)(jnp.eye(8))
     # In 16 bits, a sum of 2,048 terms stalls at an eighth.
     np.testing.assert_allclose(jax.grad(autocast(loss, "bf16"))(jnp.eye(8)), want, rtol=0.01)
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(127, "bfloat16"), (128, "float32")])
+def test_what_few_iterations_read_stays_in_16_bits(length: int, dtype: str):
+    def loss(w: jax.Array) -> jax.Array:
+        query = jnp.ones((4, 8)) @ w
+        step = lambda h, _: (jnp.tanh(h @ query.T @ query), None)  # noqa: E731
+        return jax.lax.scan(step, query, length=length)[0]
+
+    traced = jax.make_jaxpr(autocast(loss, "bf16"))(jnp.eye(8))
+    loop = next(one for one in equations(traced) if one.primitive.name == "scan")
+    # Constants come first.
+    assert loop.invars[0].aval.dtype.name == dtype
