@@ -85,7 +85,10 @@ ONE_VALUE = tuple(
         "test_8_bits_for_the_backward_pass_are_those_of_what_the_forward_pass_saw",
     )
 )
-FLOPS = ("preflight/test_flops.py::test_scales_are_no_factors_however_large",)
+FLOPS = (
+    "preflight/test_flops.py::test_scales_are_no_factors_however_large",
+    "preflight/test_flops.py::test_a_product_of_two_factors_has_no_scales",
+)
 TURNS = ("preflight/test_hlo.py::test_a_loop_that_ends_at_one_number",)
 TOTALS = tuple(
     f"explain/test_totals.py::{name}"

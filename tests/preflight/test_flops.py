@@ -231,6 +231,15 @@ def test_scales_are_no_factors_however_large(order: str, n: int):
     assert only(analysis) == Contraction("float8_e4m3fn", "float8_e5m2", "bfloat16", flops, 1)
 
 
+def test_a_product_of_two_factors_has_no_scales():
+    """Even if its second factor has fewer terms, which no valid program has."""
+    analysis = count(
+        shapes(a="bf16[128,64]", b="bf16[5,32]")
+        + "\nROOT %c = bf16[128,5] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+    )
+    assert only(analysis).flops == 2 * 128 * 5 * 64
+
+
 def test_kernel_for_blocks_of_128():
     call = (
         shapes(a="f8e4m3fn[2,4,256]", s="f32[2,2,128]", b="f8e4m3fn[2,5,256]", t="f32[2,2,128]")
