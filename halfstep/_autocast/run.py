@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast import custom_rules, nested
-from halfstep._autocast.again.islands import before_calls, is_wide
-from halfstep._autocast.again.recompute import difference, recomputed
+from halfstep._autocast.again.islands import before_calls, heads, is_wide
+from halfstep._autocast.again.recompute import difference, recomputed, together
 from halfstep._autocast.again.regions import Region, factors_of, schedule
 from halfstep._autocast.again.repeats import Repeat, Unit, with_repeats
 from halfstep._autocast.again.replay import differentiated_once
@@ -123,6 +123,11 @@ class Sharing:
         """The operations that a contraction comes after, or anything that may contain one."""
         return before_calls(self.plan)
 
+    @functools.cached_property
+    def heads(self) -> frozenset[int]:
+        """The products whose cotangents leave together."""
+        return heads(self.plan)
+
     def low_differences(self, place: Surroundings) -> frozenset[int]:
         """Return the operations `x - max(x)` that XLA:TPU computes in the compute dtype.
 
@@ -166,11 +171,13 @@ class Environment(Interpreter[Any]):
         slots: Slots | None = None,
         entered: int = 0,
         sharing: "Sharing | None" = None,
+        has_names: bool = False,
     ):
         super().__init__(plan.graph, entered=entered)
         self.plan = plan
         self.place = place
         self.slots = slots
+        self.has_names = has_names
         self.others: dict[tuple[int, np.dtype], Any] = {}
         self.sharing = sharing or Sharing(plan)
 
@@ -197,9 +204,10 @@ class Environment(Interpreter[Any]):
     def keep(self, value: Any, index: int | None) -> Any:
         """Return a result of an operation, kept for the backward pass as the plan says."""
         store = None if index is None else self.plan.decisions[index].store
-        if store is None:
-            return value
         settings = self.plan.settings
+        # Outside of a region, JAX stores what it needs. Under a name, it would store it twice.
+        if store is None or (settings.saves.is_own and not self.has_names):
+            return value
         if settings.saves.again is Again.MOST and self.place is Surroundings.LOOP:
             store = dataclasses.replace(store, barred=False)
         return stored(value, store, compute=settings.compute)
@@ -358,6 +366,8 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
     if node.name in LinearSolve.names and plan.settings.compute == np.float16:
         # bfloat16 overflows where float32 does, so for bfloat16 the function stays as written.
         params = as_linear_as_said(params, len(operands))
+    if index in env.sharing.heads and env.place is not Surroundings.LOOP:
+        return [together(lambda *values: bind_again(node.primitive, params, values)[0])(*operands)]
     try:
         return bind_again(node.primitive, params, operands)
     except NotImplementedError as error:
@@ -393,7 +403,8 @@ def _run_region(env: Environment, region: Region) -> None:
     compute = plan.settings.compute
 
     def inside(*values: Any) -> tuple[Any, ...]:
-        inner = Environment(plan, place, slots=slots, entered=entered, sharing=sharing)
+        how: Any = {"slots": slots, "sharing": sharing, "has_names": region.has_names}
+        inner = Environment(plan, place, entered=entered, **how)
         for number, value in zip(region.inputs, values, strict=True):
             made = value
             if region.has_names:

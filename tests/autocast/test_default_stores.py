@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -168,8 +169,8 @@ def all_kept(policy: str) -> list[str]:
 
 def test_a_rule_changes_one_choice():
     before = all_kept("bf16")
+    # An activation function takes a hyperbolic tangent, which is float32. JAX stores its slope, too.
     gelu = [f"f32[{TOKENS},{4 * WIDTH}]"] * 2 * LAYERS
-    # An activation function takes a hyperbolic tangent, which is float32.
     assert all_kept("bf16,store:op:tanh=keep") == sorted([*before, *gelu])
     # What is made of it is not stored either, but made again for the product that reads it.
     without = list(before)
@@ -263,3 +264,54 @@ def test_a_norm_after_an_embedding_keeps_no_float32(lookup: str, norm: Any, scan
     rows = halfstep.explain(loss, "bf16")(params, ids).residuals
     wide = [str(row.type) for row in rows if str(row.type).endswith(f"{TOKENS},{WIDTH}]")]
     assert not [text for text in wide if text.startswith("f32")]
+
+
+# A model's logits: the gradients of their product leave it together.
+
+
+def head(params: Any, x: Any) -> Any:
+    return -jnp.mean(jax.nn.log_softmax(x @ params["in"] @ params["out"])[..., 0])
+
+
+def head_values() -> tuple[Any, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "in": jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5,
+        "out": jax.random.normal(keys[1], (WIDTH, 16 * WIDTH)) / WIDTH**0.5,
+    }
+    return params, jax.random.normal(keys[2], (TOKENS, WIDTH))
+
+
+def barriers(loss: Any, policy: str = "bf16") -> int:
+    program = jax.make_jaxpr(jax.grad(halfstep.autocast(loss, policy)))(*head_values())
+    return sum(
+        one.primitive.name == "optimization_barrier" and len(one.outvars) == 2
+        for one in equations(program.jaxpr)
+    )
+
+
+def test_gradients_of_logits_leave_together():
+    assert barriers(head) == 1
+    # Neither of the first product, which is no larger than its factor, nor in the body of a loop.
+    assert barriers(lambda params, x: head({**params, "out": params["in"]}, x)) == 0
+    looped = lambda params, x: jax.lax.scan(lambda c, _: (c, head(params, c)), x, length=2)[1].sum()  # noqa: E731
+    assert barriers(looped) == 0
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_logits_have_all_derivatives(policy: str):
+    params, x = head_values()
+    low = halfstep.autocast(head, policy)
+    stored = halfstep.autocast(head, f"{policy},store:op:*=keep")
+    ways = {
+        "reverse": lambda loss: jax.grad(loss)(params, x),
+        "forward": lambda loss: jax.jvp(loss, (params, x), (params, x))[1],
+        "mapped": lambda loss: jax.vmap(jax.grad(loss), (None, 0))(params, jnp.stack([x, 2 * x])),
+        "second": lambda loss: jax.jvp(jax.grad(loss), (params, x), (params, x))[1],
+        "one": lambda loss: jax.grad(lambda x: loss(params, x))(x),
+    }
+    eps = float(jnp.finfo(halfstep.FORMATS[policy].dtype).eps)
+    for name, way in ways.items():
+        for one, two in zip(*map(jax.tree.leaves, (way(low), way(stored))), strict=True):
+            atol = 8 * eps * float(jnp.max(jnp.abs(two)))
+            np.testing.assert_allclose(one, two, rtol=0, atol=atol, err_msg=name)

@@ -19,6 +19,9 @@ from halfstep._autocast.primitives import CONTRACTIONS, Rule
 from halfstep._autocast.stored.saves import Again
 from halfstep._program import Constant, Remat, size
 
+# The result of a head has so many times the numbers of what it is made of.
+_HEAD = 8
+
 
 class Island(NamedTuple):
     """Operations that are made again together."""
@@ -103,6 +106,27 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
     return [group for group in groups if taken.isdisjoint(group)] + [
         tuple(sorted(region)) for region in found
     ]
+
+
+def heads(plan: Plan) -> frozenset[int]:
+    """Return products with weights whose results are far larger than what they are made of.
+
+    A model's logits are one. XLA computes the gradients of weights last, and the cotangent that
+    they read, which is as large as the result, would live as long as that. So the gradients of such
+    a product leave it together: see `recompute.together`.
+    """
+    return frozenset(index for index in range(len(plan.graph.nodes)) if _is_head(plan, index))
+
+
+def _is_head(plan: Plan, index: int) -> bool:
+    graph, node = plan.graph, plan.graph.nodes[index]
+    is_own = plan.settings.saves.again is Again.WIDE and node.name == "dot_general"
+    if not is_own or not _is_plain_product(plan, index):
+        return False
+    factors = [operand for operand in node.ins if not isinstance(operand, Constant)]
+    made = [factor for factor in factors if not plan.kinds[factor].is_weight]
+    is_large = [size(graph.avals[node.outs[0]]) >= _HEAD * size(graph.avals[one]) for one in made]
+    return len(factors) == 2 and is_large == [True]
 
 
 def _may_be_inside(plan: Plan, index: int) -> bool:

@@ -72,6 +72,32 @@ def _traced_once(func: Function) -> Function:
     return call
 
 
+def together(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, whose cotangents leave it together, when all have been computed."""
+
+    @jax.custom_jvp
+    def outer(*values: Any) -> Any:
+        return func(*values)
+
+    def rule(primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
+        moving = [place for place, tangent in enumerate(tangents) if _moves(tangent)]
+        if not moving:
+            result = outer(*primals)
+            return result, zero_tangent(result)
+
+        def moved(*values: Any) -> Any:
+            given = list(primals)
+            for place, value in zip(moving, values, strict=True):
+                given[place] = value
+            return func(*given)
+
+        joined = _join.bind(*(tangents[place] for place in moving))
+        return jax.jvp(moved, [primals[place] for place in moving], joined)
+
+    outer.defjvp(rule, symbolic_zeros=True)
+    return outer
+
+
 def _again(func: Function, *, only_gpu: bool, factors: Collection[int]) -> Function:
     # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
     # out for TPUs only. So the derivative is written here. The values come out of the function as
@@ -237,3 +263,30 @@ ad.defjvp(
 batching.defbroadcasting(_difference)
 mlir.register_lowering(_difference, mlir.lower_fun(_exact, multiple_results=False))
 mlir.register_lowering(_difference, mlir.lower_fun(_low, multiple_results=False), platform="tpu")
+
+
+# Tangents whose cotangents leave together.
+
+_join = Primitive("halfstep_join")
+_join.multiple_results = True
+
+
+def _join_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _join.bind(*primals), _join.bind(*map(ad.instantiate_zeros, tangents))
+
+
+def _join_transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
+    places = [place for place, one in enumerate(cotangents) if not isinstance(one, ad.Zero)]
+    made = list(cotangents)
+    barred = jax.lax.optimization_barrier([cotangents[place] for place in places])
+    for place, one in zip(places, barred, strict=True):
+        made[place] = one
+    return made
+
+
+_join.def_impl(lambda *values: list(values))
+_join.def_abstract_eval(lambda *avals: list(avals))
+ad.primitive_jvps[_join] = _join_jvp
+ad.primitive_transposes[_join] = _join_transpose
+batching.primitive_batchers[_join] = lambda values, axes: (_join.bind(*values), list(axes))
+mlir.register_lowering(_join, lambda context, *values: list(values))
