@@ -169,7 +169,7 @@ def all_kept(policy: str) -> list[str]:
 
 def test_a_rule_changes_one_choice():
     before = all_kept("bf16")
-    # An activation function takes a hyperbolic tangent, which is float32. JAX stores its slope, too.
+    # The hyperbolic tangent of an activation function is float32. JAX stores its slope, too.
     gelu = [f"f32[{TOKENS},{4 * WIDTH}]"] * 2 * LAYERS
     assert all_kept("bf16,store:op:tanh=keep") == sorted([*before, *gelu])
     # What is made of it is not stored either, but made again for the product that reads it.
