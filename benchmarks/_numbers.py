@@ -42,7 +42,7 @@ SOURCES: Mapping[tuple[str, str], str] = MappingProxyType(
         "(optim.flash_adamw(1e-3, moment_bits=4), 4.125)",
         # What bfloat16 takes.
         ("docs/gradient-release.md", "2 bytes per parameter"): "docs/formats.md::bf16",
-        ("docs/how-autocast-decides.md", "0.3 %"): "docs/how-autocast-decides.md::again < 0.003",
+        ("docs/what-is-stored.md", "0.3 %"): "docs/what-is-stored.md::again < 0.003",
         ("docs/my-loss-is-nan.md", "10 %"): "halfstep/debug/_live/live.py::name_above: float = 0.1",
         ("docs/training.md", "0.5 %"): "benchmarks/training.py::BAR_PERCENT = 0.5",
         # In the caption of a picture that is drawn there.

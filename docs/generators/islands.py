@@ -1,4 +1,4 @@
-"""Draw what an island stores: `python -m docs.generators.islands`, for `how-autocast-decides.md`.
+"""Draw what an island stores: `python -m docs.generators.islands`, for `what-is-stored.md`.
 
 The operations, their dtypes, which of them are in an island, and the bytes are what
 `halfstep.explain` says of one function.
