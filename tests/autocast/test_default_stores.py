@@ -315,3 +315,11 @@ def test_logits_have_all_derivatives(policy: str):
         for one, two in zip(*map(jax.tree.leaves, (way(low), way(stored))), strict=True):
             atol = 8 * eps * float(jnp.max(jnp.abs(two)))
             np.testing.assert_allclose(one, two, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "transform", [halfstep.autocast, halfstep.explain, halfstep.filter_value_and_grad]
+)
+def test_an_option_that_is_a_rule_now(transform: Any):
+    with pytest.raises(TypeError, match=r"policy='bf16,store:op:\*=keep' stores what JAX stores"):
+        transform(loss, islands=False)
