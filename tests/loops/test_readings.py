@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 
 import halfstep
+from halfstep._autocast.state import LONG
 from halfstep._program import Jit, Remat, Scan, While
 from halfstep._program.control_flow import structure_of
 from tests._jaxprs import equations
@@ -554,7 +555,8 @@ def test_while_loops(name: str, wrap: Callable[..., Any]):
 
 
 @pytest.mark.parametrize("loop", ["scan", "while", "fori"])
-def test_a_carry_that_is_handed_on_keeps_what_it_had(loop: str):
+@pytest.mark.parametrize("length", [LONG - 1, LONG])
+def test_a_carry_that_is_handed_on_keeps_what_it_had(loop: str, length: int):
     def func(params: Any, data: Any) -> Any:
         # Of two shapes, to tell them apart: a product, and an argument.
         low, wide = data["first"] @ params["w"], data["first"][:1]
@@ -566,13 +568,13 @@ def test_a_carry_that_is_handed_on_keeps_what_it_had(loop: str):
         init = low, wide, jnp.zeros((4, D))
         match loop:
             case "scan":
-                return lax.scan(lambda c, _: (step(c), None), init, None, length=200)[0]
+                return lax.scan(lambda c, _: (step(c), None), init, None, length=length)[0]
             case "while":
                 return lax.while_loop(
-                    lambda c: c[0] < 200, lambda c: (c[0] + 1, step(c[1])), (0, init)
+                    lambda c: c[0] < length, lambda c: (c[0] + 1, step(c[1])), (0, init)
                 )[1]
             case _:
-                return lax.fori_loop(0, 200, lambda _, c: step(c), init)
+                return lax.fori_loop(0, length, lambda _, c: step(c), init)
 
     given = EXAMPLES["average"].given()
     name = "while" if loop == "while" else "scan"
@@ -584,4 +586,11 @@ def test_a_carry_that_is_handed_on_keeps_what_it_had(loop: str):
         if hasattr(var.aval, "shape") and jnp.issubdtype(var.aval.dtype, jnp.floating)
     }
     assert held[1, D] == "float32"
-    assert held[2, D] == "bfloat16"
+    # A long scan takes it in float32, in which its gradient is summed, and its body rounds it.
+    is_summed = length == LONG and loop != "while"
+    assert held[2, D] == ("float32" if is_summed else "bfloat16")
+    loop_of = structure_of(found.primitive.name, found.params)
+    assert loop_of is not None
+    body = loop_of.inner()[-1].function.jaxpr.eqns
+    casts = [var for one in body if "convert" in one.primitive.name for var in one.outvars]
+    assert (f"bfloat16[2,{D}]" in [str(cast.aval) for cast in casts]) == is_summed
