@@ -297,7 +297,9 @@ def check_rules(plan: Plan) -> None:
         parts = node.scope.split("/")
         scopes |= {"/".join(parts[: count + 1]) for count in range(len(parts)) if parts[0]}
     for rule in rules:
-        if str(rule) not in used:
+        # A rule for every operation is right for a function that has nothing to store, too.
+        is_for_all = isinstance(rule, StoreRule) and rule.is_for_all
+        if str(rule) not in used and not is_for_all:
             found = _candidates(rule, names, scopes, loops)
             raise ValueError(
                 f"the rule {str(rule)!r} is for nothing in this function, or an earlier rule is "

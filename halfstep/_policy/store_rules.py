@@ -66,6 +66,11 @@ class StoreRule:
     line: str | None = None
     number: int | None = None
 
+    @property
+    def is_for_all(self) -> bool:
+        """Whether the rule matches every operation."""
+        return self.op == "*" and self.scope is self.line is self.number is None
+
     def __post_init__(self) -> None:
         check_fields(self)
         _check_outcome(self.outcome)

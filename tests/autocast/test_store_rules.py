@@ -253,6 +253,12 @@ def test_a_rule_for_nothing_is_an_error():
             halfstep.autocast(loss_of(), f"bf16,{rule}")(params, x)
 
 
+@pytest.mark.parametrize("outcome", ["keep", "recompute"])
+def test_a_rule_for_everything_is_no_error_where_there_is_nothing(outcome: str):
+    low = halfstep.autocast(lambda w: jnp.broadcast_to(w, (3, 2)), f"bf16,store:op:*={outcome}")
+    np.testing.assert_array_equal(low(jnp.ones(2)), jnp.ones((3, 2)))
+
+
 def test_as_text_and_as_a_file(tmp_path: pathlib.Path):
     rules = (
         "store:op:dot_general@**/mlp=int4",

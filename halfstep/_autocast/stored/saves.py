@@ -54,12 +54,7 @@ class Saves:
         Everything that lies between values in fewer bits is made again from these. And a rule for
         every operation leaves nothing to decide.
         """
-        every = any(
-            rule.op == "*"
-            and rule.outcome == "recompute"
-            and rule.scope is rule.line is rule.number is None
-            for rule in self.rules
-        )
+        every = any(rule.is_for_all and rule.outcome == "recompute" for rule in self.rules)
         plain = all(rule.outcome in ("keep", "recompute") for rule in self.rules)
         return self.is_own and self.code is None and plain and not every
 
