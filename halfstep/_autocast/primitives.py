@@ -130,7 +130,7 @@ _ROWS = (
             "bcoo_sort_indices bcoo_transpose bcsr_extract bcsr_fromdense coo_fromdense "
             "csr_fromdense zeros_like nonbatchable nondifferentiable_backward nontraceable "
             "unvmap_max halfstep_settle halfstep_store halfstep_reread halfstep_once "
-            "halfstep_apart"
+            "halfstep_apart halfstep_one_of_row halfstep_join"
         ),
     ),
     (
@@ -191,7 +191,7 @@ PASSING = frozenset(
         "reshard pvary pcast all_gather all_gather_invariant all_to_all ppermute pbroadcast pmax "
         "pmin device_put split unstack tile broadcast_to select_n concatenate stack pad "
         "dynamic_update_slice scatter max min clamp halfstep_settle halfstep_store halfstep_reread "
-        "halfstep_once halfstep_apart"
+        "halfstep_once halfstep_apart halfstep_one_of_row"
     )
 )
 """Operations that hand values on: rounding before or after them gives the same result."""

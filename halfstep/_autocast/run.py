@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep._autocast import custom_rules, nested
-from halfstep._autocast.again.islands import before_calls, heads, is_wide
+from halfstep._autocast.again.islands import before_calls, is_wide, joined
 from halfstep._autocast.again.recompute import difference, recomputed, together
 from halfstep._autocast.again.regions import Region, factors_of, schedule
 from halfstep._autocast.again.repeats import Repeat, Unit, with_repeats
@@ -22,6 +22,7 @@ from halfstep._autocast.contract import contract
 from halfstep._autocast.decide import bind_by
 from halfstep._autocast.f8.product import OFF, Slots
 from halfstep._autocast.kinds import Kind
+from halfstep._autocast.one_of_row import one_of_row, row_axis
 from halfstep._autocast.plans import FLOAT32, Plan, held_dtype
 from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast.stored.names import HALF, Store, stored
@@ -124,9 +125,9 @@ class Sharing:
         return before_calls(self.plan)
 
     @functools.cached_property
-    def heads(self) -> frozenset[int]:
+    def joined(self) -> frozenset[int]:
         """The products whose cotangents leave together."""
-        return heads(self.plan)
+        return joined(self.plan)
 
     def low_differences(self, place: Surroundings) -> frozenset[int]:
         """Return the operations `x - max(x)` that XLA:TPU computes in the compute dtype.
@@ -366,7 +367,10 @@ def bind(env: Environment, index: int, operands: Sequence[Any]) -> Iterable[Any]
     if node.name in LinearSolve.names and plan.settings.compute == np.float16:
         # bfloat16 overflows where float32 does, so for bfloat16 the function stays as written.
         params = as_linear_as_said(params, len(operands))
-    if index in env.sharing.heads and env.place is not Surroundings.LOOP:
+    axis = row_axis(node, plan.graph)
+    if axis is not None:
+        return [one_of_row(*operands, axis=axis, **params)]
+    if index in env.sharing.joined and env.place is not Surroundings.LOOP:
         return [together(lambda *values: bind_again(node.primitive, params, values)[0])(*operands)]
     try:
         return bind_again(node.primitive, params, operands)

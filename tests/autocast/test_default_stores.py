@@ -1,6 +1,7 @@
 """What is stored of layers in a loop, where no rule says it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -296,6 +297,26 @@ def test_gradients_of_logits_leave_together():
     assert barriers(lambda params, x: head({**params, "out": params["in"]}, x)) == 0
     looped = lambda params, x: jax.lax.scan(lambda c, _: (c, head(params, c)), x, length=2)[1].sum()  # noqa: E731
     assert barriers(looped) == 0
+
+
+def test_gradients_of_slices_of_stacked_weights_leave_together():
+    def layers(params: Any, x: Any, of: Callable[[Any, int], Any]) -> Any:
+        for number in range(3):
+            x = jax.nn.relu(x @ of(params["out"], number))
+        return jnp.sum(x)
+
+    def sliced(stack: Any, number: int) -> Any:
+        return stack[:, number * WIDTH : (number + 1) * WIDTH]
+
+    def of_rows(count: int, of: Callable[[Any, int], Any]) -> Callable[[Any, Any], Any]:
+        return lambda params, x: layers(params, jnp.resize(x, (count, WIDTH)), of)
+
+    # Two of three: nobody asks the first product for a second gradient, that of `x`.
+    assert barriers(of_rows(2 * WIDTH, sliced)) == 2
+    # Results no larger than their weights, and whole parameters, are left to XLA.
+    assert barriers(of_rows(WIDTH, sliced)) == 0
+    whole = of_rows(2 * WIDTH, lambda weight, number: weight)
+    assert barriers(lambda params, x: whole({"out": params["in"]}, x)) == 0
 
 
 @pytest.mark.parametrize("policy", ["bf16", "f16"])

@@ -26,6 +26,7 @@ EXACT_MOVES = frozenset(
         "dynamic_update_slice",
         "expand_dims",
         "gather",
+        "halfstep_one_of_row",
         "iota",
         "max",
         "min",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from halfstep._autocast.choice import cheap_products
 from halfstep._autocast.kinds import Kind
 from halfstep._autocast.plans import Plan
-from halfstep._autocast.primitives import CONTRACTIONS, Rule
+from halfstep._autocast.primitives import CONTRACTIONS, PASSING, Rule
 from halfstep._autocast.stored.saves import Again
 from halfstep._program import Constant, Remat, size
 
@@ -108,25 +108,42 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
     ]
 
 
-def heads(plan: Plan) -> frozenset[int]:
-    """Return products with weights whose results are far larger than what they are made of.
+def joined(plan: Plan) -> frozenset[int]:
+    """Return products with weights whose two gradients leave them together.
 
-    A model's logits are one. XLA computes the gradients of weights last, and the cotangent that
-    they read, which is as large as the result, would live as long as that. So the gradients of such
-    a product leave it together: see `recompute.together`.
+    XLA computes the gradients of some weights last, and the cotangents that these read live as long
+    as that. One is that of a model's logits, which is far larger than what they are made of. Others
+    are those of layers whose weights are slices of stacked parameters: the optimizer takes no slice
+    before it has all. See `recompute.together`.
     """
-    return frozenset(index for index in range(len(plan.graph.nodes)) if _is_head(plan, index))
+    return frozenset(index for index in range(len(plan.graph.nodes)) if _is_joined(plan, index))
 
 
-def _is_head(plan: Plan, index: int) -> bool:
+def _is_joined(plan: Plan, index: int) -> bool:
     graph, node = plan.graph, plan.graph.nodes[index]
     is_own = plan.settings.saves.again is Again.WIDE and node.name == "dot_general"
     if not is_own or not _is_plain_product(plan, index):
         return False
     factors = [operand for operand in node.ins if not isinstance(operand, Constant)]
-    made = [factor for factor in factors if not plan.kinds[factor].is_weight]
-    is_large = [size(graph.avals[node.outs[0]]) >= _HEAD * size(graph.avals[one]) for one in made]
-    return len(factors) == 2 and is_large == [True]
+    weights = [factor for factor in factors if plan.kinds[factor].is_weight]
+    if len(factors) != 2 or len(weights) != 1:
+        return False
+    (made,) = (factor for factor in factors if factor not in weights)
+    result, of_made, of_weight = (size(graph.avals[n]) for n in (node.outs[0], made, *weights))
+    is_slice = result > of_weight and _is_slice(plan, weights[0])
+    return result >= _HEAD * of_made or is_slice
+
+
+def _is_slice(plan: Plan, number: int) -> bool:
+    """Return whether a weight is a slice of a parameter, moved or cast."""
+    maker = plan.maker(number)
+    if maker is None:
+        return False
+    node = plan.graph.nodes[maker]
+    if node.name in ("slice", "dynamic_slice"):
+        return True
+    inputs = [operand for operand in node.ins if not isinstance(operand, Constant)]
+    return node.name in PASSING and len(inputs) == 1 and _is_slice(plan, inputs[0])
 
 
 def _may_be_inside(plan: Plan, index: int) -> bool:
