@@ -112,10 +112,8 @@ def _abstract(operand: Any, indices: Any, *, axis: int, **params: Any) -> Any:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    made = _taken.bind(*primals, **params)
-    if isinstance(tangents[0], ad.Zero):
-        return made, ad.Zero.from_primal_value(made)
-    return made, _taken.bind(tangents[0], primals[1], **params)
+    # Indices have no tangent, so the rows do.
+    return _taken.bind(*primals, **params), _taken.bind(tangents[0], primals[1], **params)
 
 
 def _transpose(cotangent: Any, operand: Any, indices: Any, *, axis: int, **params: Any) -> Any:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar
@@ -18,6 +19,7 @@ from jax.ref import AbstractRef
 from halfstep._base import ClosedJaxpr, jaxprs_in
 from halfstep._policy import plain_scope
 from halfstep._program.control_flow import spelled, structure_of
+from halfstep._program.products import moved_product
 from halfstep._program.structures import Jit, Structure
 
 _S = TypeVar("_S", bound=Structure)
@@ -150,10 +152,11 @@ def graph_of(function: ClosedJaxpr, scope: str = "") -> Graph:
     builder = _Builder(scope)
     inputs = tuple(builder.new(var.aval) for var in function.jaxpr.invars)
     outputs = builder.inline(function.jaxpr, function.consts, inputs, None)
+    nodes = _with_moved_products(builder, _live(builder.nodes, outputs), outputs)
     return Graph(
         inputs,
         tuple(builder.constants),
-        _live(builder.nodes, outputs),
+        nodes,
         tuple(outputs),
         tuple(builder.avals),
     )
@@ -172,6 +175,48 @@ def _live(nodes: Sequence[Node], outputs: Sequence[Operand]) -> tuple[Node, ...]
             needed.update(operand for operand in node.ins if not isinstance(operand, Constant))
             kept.append(node)
     return tuple(reversed(kept))
+
+
+def _with_moved_products(
+    builder: "_Builder", nodes: Sequence[Node], outputs: Sequence[Operand]
+) -> tuple[Node, ...]:
+    """Move the factors of products whose results are far larger, and moved by nothing else."""
+    uses = Counter(operand for node in nodes for operand in node.ins if isinstance(operand, int))
+    uses.update(operand for operand in outputs if isinstance(operand, int))
+    by_operand = {node.ins[0]: node for node in nodes if node.name == "transpose"}
+    made: list[Node] = []
+    gone: set[Node] = set()
+    for node in nodes:
+        move = by_operand.get(node.outs[0]) if node.name == "dot_general" else None
+        avals = [
+            builder.avals[value] for value in (*node.ins, *node.outs) if isinstance(value, int)
+        ]
+        # A mesh with explicit axes has a say in the types of products.
+        is_plain = len(avals) == 3 and all(aval.sharding.mesh.empty for aval in avals)
+        moved = None
+        if move is not None and is_plain and uses[node.outs[0]] == 1:
+            moved = moved_product(
+                node.params["dimension_numbers"],
+                tuple(move.params["permutation"]),
+                [aval.shape for aval in avals],
+            )
+        if moved is None or move is None:
+            made += [] if node in gone else [node]
+            continue
+        gone.add(move)
+        factors = list(node.ins)
+        for place, permutation in enumerate(moved.moves):
+            if permutation is not None:
+                params: Any = {"permutation": permutation}
+                number = builder.new(move.primitive.abstract_eval(avals[place], **params)[0])
+                ins, outs = (node.ins[place],), (number,)
+                own: Any = {"primitive": move.primitive, "params": params, "ins": ins, "outs": outs}
+                made.append(dataclasses.replace(node, **own))
+                factors[place] = number
+        ins = tuple(factors[::-1] if moved.swaps else factors)
+        params = {**node.params, "dimension_numbers": moved.numbers}
+        made.append(dataclasses.replace(node, params=params, ins=ins, outs=move.outs))
+    return tuple(made)
 
 
 def is_of_jax(jaxpr: core.Jaxpr) -> bool:

@@ -21,6 +21,8 @@ from halfstep._program import Constant, Remat, size
 
 # The result of a head has so many times the numbers of what it is made of.
 _HEAD = 8
+# A group is alone if its largest value has so many times the numbers of any other group's.
+_ALONE = 2
 
 
 class Island(NamedTuple):
@@ -31,8 +33,13 @@ class Island(NamedTuple):
     """Cheap operations that it repeats, because others read their results as well."""
 
 
-def islands(plan: Plan) -> list[Island]:
-    """Return the islands of a plan."""
+def islands(plan: Plan, *, is_whole: bool) -> list[Island]:
+    """Return the islands of a plan.
+
+    Args:
+        plan: The plan.
+        is_whole: Whether it is a whole function, and not what a loop or a call repeats.
+    """
     again = plan.settings.saves.again
     if again is Again.NOTHING:
         return []
@@ -41,6 +48,7 @@ def islands(plan: Plan) -> list[Island]:
         groups = [group for group in groups if _is_worth_twice(plan, group)]
     else:
         groups = _with_products(plan, groups)
+        groups = _without_alone(plan, groups) if is_whole else groups
     made: list[Island] = []
     for group in groups:
         own, copied = _begun(plan, group)
@@ -105,6 +113,30 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
     taken = set[int]().union(*found)
     return [group for group in groups if taken.isdisjoint(group)] + [
         tuple(sorted(region)) for region in found
+    ]
+
+
+def _without_alone(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Leave out a group that is far larger than all others: to make it again saves no memory.
+
+    Its values are alive at once when they are made again, just as if they had been stored, and
+    nothing else that the backward pass makes is as large. So a function with one layer of attention
+    stores what JAX stores. After the last contraction, nothing is stored in between anyway.
+    """
+    later = before_calls(plan)
+    sizes = {
+        group: max(
+            size(plan.graph.avals[n]) for index in group for n in plan.graph.nodes[index].outs
+        )
+        for group in groups
+        if not later.isdisjoint(group)
+    }
+    first, second, *_ = (*sorted(sizes.values(), reverse=True), 0, 0)
+    is_ruled = lambda group: any(plan.decisions[index].stored_by for index in group)  # noqa: E731
+    return [
+        group
+        for group in groups
+        if is_ruled(group) or sizes.get(group, 0) < first or first < _ALONE * second
     ]
 
 

@@ -64,7 +64,7 @@ def schedule(
                 made = _region(plan, unit.nodes, out_kinds, is_last=unit.is_last, has_names=True)
                 order.append(made)
         return order
-    found = islands(plan)
+    found = islands(plan, is_whole=place is Surroundings.WHOLE)
     if not found:
         return list(range(len(plan.graph.nodes)))
     # After the last contraction, nothing lies between the forward and the backward pass of an
