@@ -110,12 +110,9 @@ def _run_custom_vjp(call: Call) -> list[Any]:
 
     @_without_closures(custom)
     def forward(*primals: Any) -> Any:
-        if custom.symbolic_zeros:
-            values = [primal.value for primal in primals]
-            flags = [primal.perturbed for primal in primals]
-        else:
-            # The rule is not told what is differentiated, whatever the flags say.
-            values, flags = primals, [True] * len(primals)
+        values = [primal.value for primal in primals]
+        # Most rules are not told what is differentiated, whatever the flags say.
+        flags = [primal.perturbed or not custom.symbolic_zeros for primal in primals]
         # The rule is traced here and not when the plan is made: only now is it known which
         # arguments are differentiated.
         graph = graph_of(custom.forward(flags), node.scope)
@@ -168,8 +165,8 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         return _gradients(results, avals, operands)
 
     # A rule that asks for symbolic zeros is told which of its arguments are differentiated, and
-    # which of its results are used.
-    func.defvjp(forward, backward, symbolic_zeros=custom.symbolic_zeros)
+    # which of its results are used. JAX also asks about the latter where a rule is mapped.
+    func.defvjp(forward, backward, symbolic_zeros=True)
     return list(func(*operands))
 
 

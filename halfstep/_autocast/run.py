@@ -430,11 +430,13 @@ def _run_region(env: Environment, region: Region) -> None:
         inside,
         barred=barred,
         only_gpu=plan.settings.saves.again is Again.TWICE,
+        merges=region.is_alone,
         factors=factors_of(plan, region),
         has_names=region.has_names,
     )
     if not region.has_names:
-        func = sharing.functions.setdefault((barred, sharing.signatures.region(region)), func)
+        key = (barred, region.is_alone, sharing.signatures.region(region))
+        func = sharing.functions.setdefault(key, func)
     with first.in_scope(env.entered, entered):
         results = func(*inputs)
     # A value may be there in both dtypes.

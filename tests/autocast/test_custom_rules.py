@@ -378,3 +378,18 @@ def wide_residuals(func: Callable, x: Any, *args: Any) -> list[Any]:
     """What is stored in float32 for the gradient with respect to `x`, and is as large as `x`."""
     residuals = jax.tree.leaves(jax.vjp(lambda x: func(x, *args), x)[1])
     return [r for r in residuals if r.dtype == jnp.float32 and r.shape == x.shape]
+
+
+@every_format
+def test_a_mapped_rule_with_a_result_that_is_not_mapped_and_has_no_gradient(policy: str):
+    def scaled(x: Any, w: Any) -> Any:
+        return w**2, x * w
+
+    ruled = jax.custom_vjp(scaled)
+    ruled.defvjp(lambda x, w: jax.vjp(scaled, x, w), lambda pull, cotangent: pull(cotangent))
+
+    def loss(w: Any) -> Any:
+        _, rows = jax.vmap(ruled, in_axes=(0, None), out_axes=(None, 0))(jnp.ones(3), w)
+        return jnp.sum(rows)
+
+    assert jax.grad(loss)(2.0) == jax.grad(autocast(loss, policy))(2.0) == 3

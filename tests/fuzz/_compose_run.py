@@ -63,15 +63,10 @@ def judged(made: Composition, subject: Subject = by_halfstep) -> tuple[str, bool
     """
     try:
         judge = judge_of(made)
-    except ValueError as error:
-        if REFUSED not in str(error):
-            raise
-        return UPSTREAM, False
-    if judge.is_ill:
-        return "ill", False
-    try:
+        if judge.is_ill:
+            return "ill", False
         have = subject(made)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         if not fails_in_jax(made, str(error)):
             raise
         return UPSTREAM, False
@@ -87,7 +82,7 @@ def fails_in_jax(made: Composition, message: str) -> bool:
     values = jax.tree.map(jnp.asarray, values_of(made))
     try:
         jax.make_jaxpr(derived(made, program, jax.jit))(*values)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return str(error) == message
     return False
 
@@ -105,8 +100,7 @@ def stored_otherwise(made: Composition) -> Iterator[tuple[str, Composition, dict
         )
         yield f"{name}, of each step", dataclasses.replace(made, stages=stages), {}
     for rule in ("store:op:dot_general=keep", "store:op:dot_general=recompute", "residuals=e4m3"):
-        if made.derivative not in ("penalty", "over reverse"):
-            yield rule, made, {"policy": f"{made.half},{rule}"}
+        yield rule, made, {"policy": f"{made.half},{rule}"}
 
 
 def changed_by_storing(made: Composition, name: str | None = None) -> str:
@@ -135,7 +129,12 @@ def changed_by_storing(made: Composition, name: str | None = None) -> str:
 
 
 def asks_about_storing(made: Composition) -> bool:
-    """Whether a program is asked about what is stored."""
+    """Whether a program is asked about what is stored.
+
+    Not one whose result is made of a gradient: what is made again may round a cotangent elsewhere.
+    """
+    if made.derivative in ("penalty", "over reverse"):
+        return False
     return made.length <= SHORT and random.Random(made.seed + 0.5).random() < STORED
 
 

@@ -31,6 +31,8 @@ class Island(NamedTuple):
     nodes: tuple[int, ...]
     copied: frozenset[int]
     """Cheap operations that it repeats, because others read their results as well."""
+    is_alone: bool
+    """Whether it is far larger than all others: see `_alone`."""
 
 
 def islands(plan: Plan, *, is_whole: bool) -> list[Island]:
@@ -38,7 +40,7 @@ def islands(plan: Plan, *, is_whole: bool) -> list[Island]:
 
     Args:
         plan: The plan.
-        is_whole: Whether it is a whole function, and not what a loop or a call repeats.
+        is_whole: Whether it is a whole function, and not the body of a loop or a call.
     """
     again = plan.settings.saves.again
     if again is Again.NOTHING:
@@ -48,11 +50,11 @@ def islands(plan: Plan, *, is_whole: bool) -> list[Island]:
         groups = [group for group in groups if _is_worth_twice(plan, group)]
     else:
         groups = _with_products(plan, groups)
-        groups = _without_alone(plan, groups) if is_whole else groups
+    alone = _alone(plan, groups) if is_whole and again is Again.WIDE else None
     made: list[Island] = []
     for group in groups:
         own, copied = _begun(plan, group)
-        made.append(Island(tuple(sorted({*group, *own})), frozenset(copied)))
+        made.append(Island(tuple(sorted({*group, *own})), frozenset(copied), group == alone))
     return made
 
 
@@ -116,28 +118,23 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
     ]
 
 
-def _without_alone(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Leave out a group that is far larger than all others: to make it again saves no memory.
+def _alone(plan: Plan, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the group that is far larger than all others, if there is one.
 
-    Its values are alive at once when they are made again, just as if they had been stored, and
-    nothing else that the backward pass makes is as large. So a function with one layer of attention
-    stores what JAX stores. After the last contraction, nothing is stored in between anyway.
+    To make it again saves no memory: its values are alive at once then, just as if they had been
+    stored, and nothing else that the backward pass makes is as large. So XLA may merge the two
+    computations of a function with one layer of attention, and store what it finds best. After the
+    last contraction it always may.
     """
     later = before_calls(plan)
     sizes = {
-        group: max(
-            size(plan.graph.avals[n]) for index in group for n in plan.graph.nodes[index].outs
-        )
+        group: max(size(plan.graph.avals[n]) for i in group for n in plan.graph.nodes[i].outs)
         for group in groups
-        if not later.isdisjoint(group)
+        if not later.isdisjoint(group) and not any(plan.decisions[i].stored_by for i in group)
     }
     first, second, *_ = (*sorted(sizes.values(), reverse=True), 0, 0)
-    is_ruled = lambda group: any(plan.decisions[index].stored_by for index in group)  # noqa: E731
-    return [
-        group
-        for group in groups
-        if is_ruled(group) or sizes.get(group, 0) < first or first < _ALONE * second
-    ]
+    largest = (group for group, count in sizes.items() if count == first)
+    return next(largest, None) if first >= _ALONE * second else None
 
 
 def joined(plan: Plan) -> frozenset[int]:

@@ -35,6 +35,7 @@ def recomputed(
     *,
     barred: bool,
     only_gpu: bool = False,
+    merges: bool = False,
     factors: Collection[int] = (),
     has_names: bool = False,
 ) -> Function:
@@ -44,6 +45,7 @@ def recomputed(
         func: A function of arrays, without effects.
         barred: Whether XLA must be kept from merging both computations into one.
         only_gpu: Whether only XLA:GPU must be kept from it; others then merge both.
+        merges: Whether XLA may merge them all the same, and only cotangents have their barrier.
         factors: Positions of arguments that products inside read: see `_by_bits`.
         has_names: Whether values inside are stored, under the names of stores.
 
@@ -55,7 +57,7 @@ def recomputed(
         return jax.checkpoint(func, prevent_cse=barred, policy=only_stores)
     if not barred:
         return jax.checkpoint(func, prevent_cse=False)
-    return _again(func, only_gpu=only_gpu, factors=factors)
+    return _again(func, only_gpu=only_gpu, merges=merges, factors=factors)
 
 
 def _traced_once(func: Function) -> Function:
@@ -98,7 +100,7 @@ def together(func: Callable[..., Any]) -> Callable[..., Any]:
     return outer
 
 
-def _again(func: Function, *, only_gpu: bool, factors: Collection[int]) -> Function:
+def _again(func: Function, *, only_gpu: bool, merges: bool, factors: Collection[int]) -> Function:
     # `jax.checkpoint` also puts a barrier on the incoming cotangents, and offers no way to leave it
     # out for TPUs only. So the derivative is written here. The values come out of the function as
     # it is, and the tangents out of a second copy of it, which begins behind a barrier of our own.
@@ -114,7 +116,9 @@ def _again(func: Function, *, only_gpu: bool, factors: Collection[int]) -> Funct
     def pushing(moving: tuple[int, ...]) -> Callable[..., Any]:
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             # Everything is recomputed from these values, so that nothing else has to be stored.
-            held = _held_apart(primals, only_gpu=only_gpu, factors=factors)
+            held = list(primals)
+            if not merges:
+                held = _held_apart(primals, only_gpu=only_gpu, factors=factors)
 
             def moved(*values: Any) -> tuple[Any, ...]:
                 given = list(held)

@@ -36,6 +36,8 @@ class Region:
     """Whether neither a contraction nor anything that may contain one comes after it."""
     has_names: bool
     """Whether values inside are stored, under names that its `jax.checkpoint` saves."""
+    is_alone: bool = False
+    """Whether XLA may merge its two computations, since it is far larger than all others."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -85,7 +87,8 @@ def schedule(
             unit_of[index] = placed[which] = len(units)
             one = found[which]
             is_last = later.isdisjoint((*one.nodes, *one.copied))
-            units.append(_region(plan, one.nodes, out_kinds, copied=one.copied, is_last=is_last))
+            region = _region(plan, one.nodes, out_kinds, copied=one.copied, is_last=is_last)
+            units.append(dataclasses.replace(region, is_alone=one.is_alone))
     return _sorted(plan, units, unit_of)
 
 
