@@ -125,6 +125,9 @@ def _transpose(cotangent: Any, operand: Any, indices: Any, *, axis: int, **param
     place = indices[..., column].reshape(rows)
     if params["mode"] == jax.lax.GatherScatterMode.CLIP:
         place = jnp.clip(place, 0, shape[axis] - 1)
+    # A count of 300 in 8 bits would start over.
+    if place.dtype.itemsize < 4:
+        place = jax.lax.convert_element_type(place, np.int32)
     count = jax.lax.broadcasted_iota(place.dtype, shape, axis)
     value = jnp.broadcast_to(cotangent.reshape(rows), shape)
     return [jnp.where(count == place, value, jnp.zeros((), value.dtype)), None]

@@ -50,7 +50,10 @@ def moved_product(
     of_right = [dim >= border for dim in rest]
     swaps = any(of_right) and of_right == sorted(of_right, reverse=True) != sorted(of_right)
     in_order = swaps or of_right == sorted(of_right)
-    if not in_order or set(first) != set(range(count)) or not _pays(shapes):
+    # Without batches, such as a layer with weights: on an H100, ViT-Base moves 87 GiB instead of 92
+    # in this way, but it keeps the results of norms, and takes 11,135 MiB instead of 10,337.
+    is_batch = count > 0 and set(first) == set(range(count))
+    if not (in_order and is_batch and _pays(shapes)):
         return None
     moves = (
         _move(len(shapes[0]), kept[0], [kept[0][dim - count] for dim in rest if dim < border]),

@@ -110,3 +110,13 @@ def test_indices_that_are_mapped_alone():
 
     mapped = jax.vmap(gradient)(several)
     np.testing.assert_array_equal(mapped, jnp.stack([gradient(which) for which in several]))
+
+
+def test_indices_in_8_bits():
+    rows, which = jnp.arange(1500.0).reshape(5, 300), jnp.array([255, 1, 0, 44, 254], jnp.uint8)
+
+    def picked(rows: Any) -> Any:
+        return jnp.sum(rows[jnp.arange(5), which])
+
+    gradient = jax.grad(halfstep.autocast(picked, "bf16"))(rows)
+    np.testing.assert_array_equal(gradient, jax.grad(picked)(rows))

@@ -40,8 +40,7 @@ def product(form: str) -> Any:
         ("bqkgd,bskd->kbgqs", 1),
         ("bqkgd,bskd->bkqgs", 0),
         ("bskd,bqkgd->bkgqs", 1),
-        ("qgd,skd->gqks", 2),
-        ("qd,sd->sq", 0),
+        ("bqgd,bskd->bgqks", 2),
     ],
 )
 def test_factors_are_moved_and_results_are_not(form: str, moved: int):
@@ -74,6 +73,12 @@ def test_other_products_stay():
         natural, moved = read_twice(left, right)
         return natural.sum(), moved
 
+    # A product without batches, such as a layer's.
+    weights = values("sd,qd->qs")
+    assert names(lambda w, x: jax.lax.dot_general(w, x, (([1], [1]), ([], []))).T, *weights) == [
+        "dot_general",
+        "transpose",
+    ]
     # A result no larger than its factors, and one that something else reads or returns.
     small = [value[:, :2] for value in given]
     assert names(product(form), *small) == ["dot_general", "transpose", "sin"]

@@ -119,7 +119,7 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
 
 
 def _alone(plan: Plan, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the group that is far larger than all others, if there is one.
+    """Return the group with products that is far larger than all others, if there is one.
 
     To make it again saves no memory: its values are alive at once then, just as if they had been
     stored, and nothing else that the backward pass makes is as large. So XLA may merge the two
@@ -130,11 +130,14 @@ def _alone(plan: Plan, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...] | N
     sizes = {
         group: max(size(plan.graph.avals[n]) for i in group for n in plan.graph.nodes[i].outs)
         for group in groups
-        if not later.isdisjoint(group) and not any(plan.decisions[i].stored_by for i in group)
+        if not later.isdisjoint(group)
     }
-    first, second, *_ = (*sorted(sizes.values(), reverse=True), 0, 0)
-    largest = (group for group, count in sizes.items() if count == first)
-    return next(largest, None) if first >= _ALONE * second else None
+    largest = max(sizes, key=sizes.__getitem__, default=())
+    others = [count for group, count in sizes.items() if group != largest]
+    has_product = any(plan.decisions[i].barrier for i in largest)
+    is_ruled = any(plan.decisions[i].stored_by for i in largest)
+    is_far = all(sizes[largest] >= _ALONE * other for other in others)
+    return largest if has_product and is_far and not is_ruled else None
 
 
 def joined(plan: Plan) -> frozenset[int]:
