@@ -23,7 +23,7 @@ class Moved(NamedTuple):
     swaps: bool
     """Whether the factors change places, after that."""
     numbers: DimensionNumbers
-    """What `dot_general` takes for the factors as they are then."""
+    """The dimension numbers of the factors as they are then."""
 
 
 def moved_product(
