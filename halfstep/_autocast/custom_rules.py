@@ -103,6 +103,9 @@ def _run_custom_vjp(call: Call) -> list[Any]:
     custom, settings = node.structured(CustomVjp), with_own_rules(call.settings)
     consts = custom.consts
     avals = [inner.graph.avals[number] for number in inner.graph.inputs]
+    # A rule that asks for symbolic zeros is told which of its arguments are differentiated, and
+    # which of its results are used. JAX 0.12 also asks about the latter where a rule is mapped.
+    is_told = custom.symbolic_zeros or jax.__version_info__ >= (0, 12)
 
     @jax.custom_vjp
     def func(*values: Any) -> Any:
@@ -110,9 +113,9 @@ def _run_custom_vjp(call: Call) -> list[Any]:
 
     @_without_closures(custom)
     def forward(*primals: Any) -> Any:
-        values = [primal.value for primal in primals]
+        values = [primal.value for primal in primals] if is_told else primals
         # Most rules are not told what is differentiated, whatever the flags say.
-        flags = [primal.perturbed or not custom.symbolic_zeros for primal in primals]
+        flags = [not custom.symbolic_zeros or primal.perturbed for primal in primals]
         # The rule is traced here and not when the plan is made: only now is it known which
         # arguments are differentiated.
         graph = graph_of(custom.forward(flags), node.scope)
@@ -164,9 +167,7 @@ def _run_custom_vjp(call: Call) -> list[Any]:
         results = run(made, given, [Kind.WIDE] * len(graph.outputs))
         return _gradients(results, avals, operands)
 
-    # A rule that asks for symbolic zeros is told which of its arguments are differentiated, and
-    # which of its results are used. JAX also asks about the latter where a rule is mapped.
-    func.defvjp(forward, backward, symbolic_zeros=True)
+    func.defvjp(forward, backward, symbolic_zeros=is_told)
     return list(func(*operands))
 
 
