@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from halfstep._program import Constant, Graph, Node, Operand
+from halfstep._autocast.picks import is_place
+from halfstep._program import Constant, Graph, Node
 
 _GATHER = jax.lax.gather_p
 
@@ -55,35 +56,7 @@ def _is_own(node: Node, graph: Graph, axis: int, place: int) -> bool:
     if made is None or graph.nodes[made].name != "concatenate" or axis not in mapped:
         return False
     parts = graph.nodes[made].ins
-    return len(parts) == len(mapped) and _is_place(graph, parts[mapped.index(axis)], place)
-
-
-def _is_place(graph: Graph, operand: Operand, axis: int) -> bool:
-    """Return whether each element of a value is the element's own place along an axis."""
-    made = graph.maker(operand)
-    if made is None:
-        return False
-    node = graph.nodes[made]
-    if node.name == "iota":
-        return node.params["dimension"] == axis
-    if node.name == "broadcast_in_dim":
-        placed = node.params["broadcast_dimensions"]
-        shape = graph.avals[node.outs[0]].shape
-        is_kept = (
-            axis in placed and graph.aval(node.ins[0]).shape[placed.index(axis)] == shape[axis]
-        )
-        return is_kept and _is_place(graph, node.ins[0], placed.index(axis))
-    if node.name == "select_n":
-        # JAX adds the length to what is below zero. No place is.
-        test = graph.maker(node.ins[0])
-        is_below = test is not None and graph.nodes[test].name == "lt"
-        return is_below and _is_place(graph, node.ins[1], axis) and _tests(graph, test, node.ins[1])
-    return node.name == "convert_element_type" and _is_place(graph, node.ins[0], axis)
-
-
-def _tests(graph: Graph, test: int | None, operand: Operand) -> bool:
-    left, right = graph.nodes[test or 0].ins
-    return left == operand and isinstance(right, Constant) and not np.any(right.value)
+    return len(parts) == len(mapped) and is_place(graph, parts[mapped.index(axis)], place)
 
 
 _taken = Primitive("halfstep_one_of_row")

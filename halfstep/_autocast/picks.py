@@ -89,11 +89,38 @@ def _counts(graph: Graph, operand: Operand) -> _Dimensions:
         # A count that starts at another number, as in `jnp.eye(n, k=1)`.
         counted = next(operand for operand in node.ins if not isinstance(operand, Constant))
         return _counts(graph, counted) if node.name != "mul" or abs(numbers[0]) == 1 else _NONE
-    if node.name == "convert_element_type":
-        before = graph.aval(node.ins[0])
-        if not (_is_whole(aval) and aval.dtype.itemsize >= before.dtype.itemsize):
-            return _NONE
+    if _narrows(graph, node):
+        return _NONE
     return _through(graph, node, _counts)
+
+
+def is_place(graph: Graph, operand: Operand, dimension: int) -> bool:
+    """Return whether each element of a value is the element's own place along a dimension."""
+    node = _made(graph, operand)
+    if node is None or _narrows(graph, node):
+        return False
+    if node.name == "iota":
+        aval = graph.aval(operand)
+        return node.params["dimension"] == dimension and _fits(aval.shape[dimension], aval.dtype)
+    if node.name == "select_n":
+        # JAX adds the length to what is below zero. No place is.
+        test, value, *_ = node.ins
+        asked = _made(graph, test)
+        if asked is None or asked.name != "lt" or asked.ins[0] != value:
+            return False
+        zero = asked.ins[1]
+        is_zero = isinstance(zero, Constant) and not np.any(zero.value)
+        return is_zero and is_place(graph, value, dimension)
+    moved = _moved(graph, node).items()
+    return any(new == dimension and is_place(graph, node.ins[0], old) for old, new in moved)
+
+
+def _narrows(graph: Graph, node: Node) -> bool:
+    """Return whether an operation casts to a type that may not hold all of its operand's counts."""
+    if node.name != "convert_element_type":
+        return False
+    before, after = graph.aval(node.ins[0]), graph.avals[node.outs[0]]
+    return not (_is_whole(after) and after.dtype.itemsize >= before.dtype.itemsize)
 
 
 def _constant(graph: Graph, operand: Operand) -> _Dimensions:

@@ -120,3 +120,13 @@ def test_indices_in_8_bits():
 
     gradient = jax.grad(halfstep.autocast(picked, "bf16"))(rows)
     np.testing.assert_array_equal(gradient, jax.grad(picked)(rows))
+
+
+def test_places_that_start_over_are_not_the_rows():
+    rows, which = jnp.arange(1500.0).reshape(300, 5), jnp.arange(300) % 5
+
+    def picked(rows: Any) -> Any:
+        return jnp.sum(rows[jnp.arange(300).astype(jnp.uint8), which])
+
+    low = halfstep.autocast(picked, "bf16")
+    np.testing.assert_array_equal(jax.grad(low)(rows), jax.grad(picked)(rows))
