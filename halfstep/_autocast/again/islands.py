@@ -31,17 +31,10 @@ class Island(NamedTuple):
     nodes: tuple[int, ...]
     copied: frozenset[int]
     """Cheap operations that it repeats, because others read their results as well."""
-    is_alone: bool
-    """Whether it is far larger than all others: see `_alone`."""
 
 
-def islands(plan: Plan, *, is_whole: bool) -> list[Island]:
-    """Return the islands of a plan.
-
-    Args:
-        plan: The plan.
-        is_whole: Whether it is a whole function, and not the body of a loop or a call.
-    """
+def islands(plan: Plan) -> list[Island]:
+    """Return the islands of a plan."""
     again = plan.settings.saves.again
     if again is Again.NOTHING:
         return []
@@ -50,11 +43,10 @@ def islands(plan: Plan, *, is_whole: bool) -> list[Island]:
         groups = [group for group in groups if _is_worth_twice(plan, group)]
     else:
         groups = _with_products(plan, groups)
-    alone = _alone(plan, groups) if is_whole and again is Again.WIDE else None
     made: list[Island] = []
     for group in groups:
         own, copied = _begun(plan, group)
-        made.append(Island(tuple(sorted({*group, *own})), frozenset(copied), group == alone))
+        made.append(Island(tuple(sorted({*group, *own})), frozenset(copied)))
     return made
 
 
@@ -118,25 +110,34 @@ def _with_products(plan: Plan, groups: list[tuple[int, ...]]) -> list[tuple[int,
     ]
 
 
-def _alone(plan: Plan, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the group with products that is far larger than all others, if there is one.
+def alone(plan: Plan, found: Sequence[Island], later: set[int]) -> Island | None:
+    """Return the island with products that is far larger than all others, if there is one.
 
     To make it again saves no memory: its values are alive at once then, just as if they had been
     stored, and nothing else that the backward pass makes is as large. So XLA may merge the two
     computations of a function with one layer of attention, and store what it finds best. After the
     last contraction it always may.
+
+    Args:
+        plan: The plan of a whole function, and not of the body of a loop or a call.
+        found: Its islands.
+        later: What comes before a contraction, from `before_calls`.
     """
-    later = before_calls(plan)
+    if plan.settings.saves.again is not Again.WIDE:
+        return None
     sizes = {
-        group: max(size(plan.graph.avals[n]) for i in group for n in plan.graph.nodes[i].outs)
-        for group in groups
-        if not later.isdisjoint(group)
+        one: max(size(plan.graph.avals[n]) for i in one.nodes for n in plan.graph.nodes[i].outs)
+        for one in found
+        if not later.isdisjoint(one.nodes)
     }
-    largest = max(sizes, key=sizes.__getitem__, default=())
-    others = [count for group, count in sizes.items() if group != largest]
-    has_product = any(plan.decisions[i].barrier for i in largest)
-    is_ruled = any(plan.decisions[i].stored_by for i in largest)
-    is_far = all(sizes[largest] >= _ALONE * other for other in others)
+    if not sizes:
+        return None
+    largest = max(sizes, key=sizes.__getitem__)
+    decisions = [plan.decisions[index] for index in largest.nodes]
+    has_product = any(decision.barrier for decision in decisions)
+    is_ruled = any(decision.stored_by for decision in decisions)
+    others = (count for one, count in sizes.items() if one != largest)
+    is_far = all(sizes[largest] >= _ALONE * count for count in others)
     return largest if has_product and is_far and not is_ruled else None
 
 

@@ -10,10 +10,11 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from halfstep._autocast.again.islands import before_calls, islands
+from halfstep._autocast.again.islands import alone, before_calls, islands
 from halfstep._autocast.again.segments import segments
 from halfstep._autocast.again.surroundings import Surroundings
 from halfstep._autocast.kinds import Kind
@@ -66,12 +67,13 @@ def schedule(
                 made = _region(plan, unit.nodes, out_kinds, is_last=unit.is_last, has_names=True)
                 order.append(made)
         return order
-    found = islands(plan, is_whole=place is Surroundings.WHOLE)
+    found = islands(plan)
     if not found:
         return list(range(len(plan.graph.nodes)))
     # After the last contraction, nothing lies between the forward and the backward pass of an
     # island, so the island needs no barrier there (see `recompute`).
     later = before_calls(plan)
+    lone = alone(plan, found, later) if place is Surroundings.WHOLE else None
     unit_of: dict[int, int] = {}
     units: list[int | Region] = []
     members = {index: which for which, island in enumerate(found) for index in island.nodes}
@@ -87,8 +89,8 @@ def schedule(
             unit_of[index] = placed[which] = len(units)
             one = found[which]
             is_last = later.isdisjoint((*one.nodes, *one.copied))
-            region = _region(plan, one.nodes, out_kinds, copied=one.copied, is_last=is_last)
-            units.append(dataclasses.replace(region, is_alone=one.is_alone))
+            how: Any = {"copied": one.copied, "is_last": is_last, "is_alone": one == lone}
+            units.append(_region(plan, one.nodes, out_kinds, **how))
     return _sorted(plan, units, unit_of)
 
 
@@ -137,6 +139,7 @@ def _region(
     is_last: bool,
     copied: Collection[int] = (),
     has_names: bool = False,
+    is_alone: bool = False,
 ) -> Region:
     graph, compute = plan.graph, plan.settings.compute
     made = {number for index in nodes for number in graph.nodes[index].outs}
@@ -154,7 +157,7 @@ def _region(
                 # State is read in float32, also if other operations read it rounded.
                 reads[operand] = FLOAT32 if FLOAT32 in (dtype, reads.get(operand)) else dtype
     outputs = _outputs(plan, made, inside, out_kinds)
-    return Region(nodes, tuple(reads.items()), outputs, is_last, has_names)
+    return Region(nodes, tuple(reads.items()), outputs, is_last, has_names, is_alone)
 
 
 def _outputs(
