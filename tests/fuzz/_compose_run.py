@@ -63,8 +63,13 @@ def judged(made: Composition, subject: Subject = by_halfstep) -> tuple[str, bool
     """
     try:
         judge = judge_of(made)
-        if judge.is_ill:
-            return "ill", False
+    except (TypeError, ValueError) as error:
+        if REFUSED not in str(error) and not fails_in_jax(made, str(error)):
+            raise
+        return UPSTREAM, False
+    if judge.is_ill:
+        return "ill", False
+    try:
         have = subject(made)
     except (TypeError, ValueError) as error:
         if not fails_in_jax(made, str(error)):
